@@ -1,0 +1,34 @@
+"""The errors a user can meet. The text of each is one sentence: which thing, what it was, what is
+allowed, what to do. The command line prints it after `jitllm: `; nothing here is a traceback."""
+
+
+class JitllmError(Exception):
+    """An operation failed; the command line exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(JitllmError):
+    """A flag or an argument cannot mean anything."""
+
+    exit_code = 2
+
+
+class FormatError(JitllmError):
+    """A file (GGUF, container) is damaged, truncated or not what its name says."""
+
+
+class UnsupportedError(JitllmError):
+    """A well-formed model asks for something outside the tables (architecture, qtype, ...)."""
+
+
+class BudgetError(JitllmError):
+    """A budget that cannot be held. `smallest_bytes` is the smallest one that can."""
+
+    def __init__(self, message: str, smallest_bytes: int):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class DeviceError(JitllmError):
+    """A device that was named is not there or cannot be used."""
