@@ -5,7 +5,7 @@ import re
 from jitllm.errors import UsageError
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT])I?)?B?\s*", re.IGNORECASE)
 _MAX_BYTES = 2**63 - 1
 
 
@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
             f"size {text!r} is not a number of bytes; write e.g. 400K, 1.5G or 2GiB"
         )
     number, unit = match.groups()
-    n_bytes = float(number) * 1024 ** _POWERS[unit.upper()]
+    n_bytes = float(number) * 1024 ** _POWERS[(unit or "").upper()]
     if n_bytes > _MAX_BYTES:
         raise UsageError(f"size {text!r} is larger than any memory; write e.g. 400K, 1.5G or 2GiB")
     return int(n_bytes)
