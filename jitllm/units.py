@@ -17,9 +17,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text) if text.isascii() else None
     if match is None:
-        raise UsageError(
-            f"size {text!r} is not a number of bytes; write e.g. 400K, 1.5G or 2GiB"
-        )
+        raise UsageError(f"size {text!r} is not a number of bytes; write e.g. 400K, 1.5G or 2GiB")
     number, unit = match.groups()
     n_bytes = float(number) * 1024 ** _POWERS[(unit or "").upper()]
     if n_bytes > _MAX_BYTES:
@@ -28,7 +26,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(n_bytes: int) -> str:
-    """`n_bytes` in the largest unit that keeps it at or above one: `512 B`, `181.0 KiB`, `1.50 GiB`."""
+    """`n_bytes` in the largest unit that keeps it above one: `512 B`, `181.0 KiB`, `1.50 GiB`."""
     if n_bytes < 0:
         return "-" + format_size(-n_bytes)
     if n_bytes < 1024:

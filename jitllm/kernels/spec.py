@@ -1,4 +1,4 @@
-"""What is static about an attention call: everything a kernel may specialise on, nothing that moves."""
+"""What is static about an attention call: all that a kernel may specialise on."""
 
 from dataclasses import dataclass
 

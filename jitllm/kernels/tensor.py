@@ -6,9 +6,7 @@ from functools import partial
 import jax
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["qtype", "shape"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["qtype", "shape"])
 @dataclass(frozen=True)
 class QuantizedTensor:
     """W[N, K] in the tile layout of `qtypes`; floats are types like any other.
