@@ -187,7 +187,7 @@ def _check_shard(shard: GGUFFile, first: GGUFFile, number: int, n_shards: int) -
         found = shard.get(key, kind, expected)
         if found != expected:
             raise FormatError(
-                f"{shard.path}: {key} is {found}, but {first.path.name} says {expected}; "
+                f"{shard.path}: {key} is {found!r}, but {first.path.name} says {expected!r}; "
                 f"these are shards of different models"
             )
 
