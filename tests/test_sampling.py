@@ -1,0 +1,59 @@
+"""SamplingParams: the defaults, the intervals and the sentences for what lies outside them."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from jitllm.errors import UsageError
+from jitllm.sampling import SamplingParams
+
+_WHOLE, _NUMBER = "a whole number", "a number"
+_REFUSED = [
+    ("n", 0, _WHOLE, "[1, inf)"),
+    ("n", 2.0, _WHOLE, "[1, inf)"),
+    ("n", True, _WHOLE, "[1, inf)"),
+    ("temp", -0.1, _NUMBER, "[0, inf)"),
+    ("temp", float("nan"), _NUMBER, "[0, inf)"),
+    ("temp", float("inf"), _NUMBER, "[0, inf)"),
+    ("temp", "hot", _NUMBER, "[0, inf)"),
+    ("temp", None, _NUMBER, "[0, inf)"),
+    ("top_k", -1, _WHOLE, "[0, inf)"),
+    ("top_p", 1.5, _NUMBER, "[0, 1]"),
+    ("min_p", -0.01, _NUMBER, "[0, 1]"),
+    ("repeat_penalty", 0, _NUMBER, "(0, inf)"),
+    ("repeat_last_n", -1, _WHOLE, "[0, inf)"),
+    ("seed", 2**64, _WHOLE, "[-2^63, 2^64)"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "interval"), _REFUSED)
+def test_a_value_outside_its_interval_is_refused_with_the_interval(name, value, kind, interval):
+    with pytest.raises(UsageError) as refusal:
+        SamplingParams(**{name: value})
+    assert str(refusal.value) == f"{name} has to be {kind} in {interval}, but is {value!r}"
+
+
+def test_the_ends_of_closed_intervals_are_allowed():
+    SamplingParams(n=1, temp=0, top_k=0, top_p=0, min_p=0, repeat_last_n=0, seed=-(2**63))
+    SamplingParams(top_p=1, min_p=1, seed=2**64 - 1, repeat_penalty=1e-3)
+
+
+def test_the_defaults_are_the_documented_ones():
+    assert dataclasses.asdict(SamplingParams()) == {
+        "n": None,
+        "temp": 0.8,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "repeat_penalty": 1.0,
+        "repeat_last_n": 64,
+        "seed": None,
+    }
+
+
+def test_the_module_loads_neither_numpy_nor_jax():
+    code = "import sys, jitllm.sampling; print({'numpy', 'jax'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
