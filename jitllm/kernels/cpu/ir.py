@@ -73,6 +73,8 @@ class Value:
         return self._binary(other, "add", "fadd")
 
     def __sub__(self, other: Any) -> Value:
+        if self.type == ptr:
+            return self.fn.offset(self, -self.fn.value(other, i64))
         return self._binary(other, "sub", "fsub")
 
     def __rsub__(self, other: Any) -> Value:
