@@ -18,6 +18,11 @@ _ROUND = 1.5 * 2.0**23
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _EXP_MIN, _EXP_MAX = -87.33, 88.37
+_EXP2 = (
+    1.5461444854736328e-4, 1.3400427997112274e-3, 9.618056938052177e-3, 5.5503271520137787e-2,
+    2.4022650718688965e-1, 6.9314718246459961e-1, 1.0,
+)  # fmt: skip
+_EXP2_MIN = -125.0
 
 
 def round_bits(x: Value) -> Value:
@@ -39,6 +44,20 @@ def exp(f: Function, x: Value) -> Value:
     ints = with_element(x.type, i32)
     y = y * ((shifted.bitcast(ints) << 23) + (127 << 23)).bitcast(x.type)
     return f.select(high, math.inf, f.select(low, 0.0, y))
+
+
+def exp2(f: Function, x: Value) -> Value:
+    """2^x of f32 lanes for x <= 127, within 1 ulp: 0 below -125, NaN for NaN.
+
+    A Chebyshev interpolation of degree 6 on [-1/2, 1/2]; cheaper than `exp`, nothing being reduced.
+    """
+    shifted = x + _ROUND
+    fraction = x - (shifted - _ROUND)
+    p = f.value(_EXP2[0], x.type)
+    for c in _EXP2[1:]:
+        p = f.fma(p, fraction, f.value(c, x.type))
+    power = (shifted.bitcast(with_element(x.type, i32)) << 23) + (127 << 23)
+    return f.select(x < _EXP2_MIN, 0.0, p * power.bitcast(x.type))
 
 
 def tanh(f: Function, x: Value) -> Value:
@@ -69,6 +88,22 @@ def half_to_f32(x: Value, t: Tier) -> Value:
     denormal = ((bits & 0x3FF).to_f32() * 2.0**-24).bitcast(ints)
     magnitude = x.fn.select(exponent.eq(0), denormal, normal)
     return (magnitude | ((bits & 0x8000) << 16)).bitcast(floats)
+
+
+def f32_to_half(x: Value, t: Tier) -> Value:
+    """f32 as f16 bits (i16 lanes), to nearest even; by integer arithmetic like `half_to_f32`."""
+    if t.has_f16:
+        return x.to_f16().bitcast(with_element(x.type, i16))
+    select = x.fn.select
+    bits = x.bitcast(with_element(x.type, i32))
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - (112 << 10)
+    # the last bit of 0.5 is 2^-24, the step of the f16 denormals: the addition rounds to it
+    small = (magnitude.bitcast(x.type) + 0.5).bitcast(bits.type) - 0x3F000000
+    large = select(magnitude > 0x7F800000, 0x7E00, x.fn.value(0x7C00, bits.type))
+    y = select(magnitude < 0x38800000, small, normal)
+    y = select(magnitude >= 0x47800000, large, y)
+    return (y | ((bits >> 16) & 0x8000)).trunc(i16)
 
 
 def bf16_to_f32(x: Value) -> Value:
