@@ -40,10 +40,8 @@ _OPTIONAL = ("n", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen, and how many. Raises `UsageError` for a value out of range.
-
-    The order is llama.cpp's: repeat penalty, top-k, top-p, min-p, temperature, draw.
-    """
+    """How the next token is chosen, and how many. The steps come in llama.cpp's order: repeat
+    penalty, top-k, top-p, min-p, temperature, draw."""
 
     n: int | None = None
     """New tokens at most; absent: to the end of the reply or of the context."""
@@ -63,6 +61,7 @@ class SamplingParams:
     """Seed of the draws; absent: another one each time."""
 
     def __post_init__(self) -> None:
+        """Raises `UsageError`, naming the field and its interval, for a value outside it."""
         for name, interval in _INTERVALS.items():
             value = getattr(self, name)
             if not (value is None and name in _OPTIONAL) and not interval.holds(value):

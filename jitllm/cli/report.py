@@ -1,0 +1,65 @@
+"""What a run cost, as lines for a person and as one object for a script. Pure functions."""
+
+import dataclasses
+from typing import Any
+
+from jitllm.reports import GenerationReport, MemoryReport
+from jitllm.units import format_size
+
+
+def lines_before(memory: MemoryReport) -> list[str]:
+    """What the budget means, before the first token: `memory`, `pages` and `kernels` lines."""
+    automatic = " (automatic)" if memory.automatic else ""
+    over = f"  ★ OVER BUDGET by {format_size(memory.over_bytes)}" if memory.over_bytes else ""
+    return [
+        f"memory   budget {format_size(memory.budget_bytes)}{automatic},"
+        f" weights {format_size(memory.weights_bytes)},"
+        f" KV {format_size(memory.kv_bytes)} for {count(memory.max_seq, 'token')},"
+        f" {format_size(memory.pages_bytes)} left for pages{over}",
+        f"pages    {memory.n_resident_blocks} of {memory.n_blocks} host blocks resident at once,"
+        f" {format_size(memory.block_bytes)} each,"
+        f" {count(memory.page_ins_per_token, 'page-in')} per token",
+        f"kernels  {memory.kernels}",
+    ]
+
+
+def lines_after(report: GenerationReport) -> list[str]:
+    """What the reply cost: `pages`, `bytes`, `rate` and `peak` lines."""
+    cached = f" ({report.cached_tokens} of them cached)" if report.cached_tokens else ""
+    return [
+        f"pages    {count(report.frames, 'frame')}, {count(report.page_ins, 'page-in')},"
+        f" {count(report.evictions, 'eviction')}, {format_size(report.bytes_read)} read in"
+        f" {count(report.read_requests, 'request')}, blocked on reads for"
+        f" {format_time(report.read_wait_s)}",
+        f"bytes    {format_size(round(report.bytes_read_per_token))} read per token",
+        f"rate     prompt {count(report.prompt_tokens, 'token')}{cached} in"
+        f" {format_time(report.prefill_s)} ({report.prefill_tokens_per_second:.1f} tokens/s),"
+        f" decode {count(report.generated_tokens, 'token')} in {format_time(report.decode_s)}"
+        f" ({report.decode_tokens_per_second:.1f} tokens/s)",
+        f"peak     {format_size(report.peak_rss_bytes)} RSS,"
+        f" {format_size(report.resident_bytes)} of it weights",
+    ]
+
+
+def as_object(memory: MemoryReport, report: GenerationReport, text: str) -> dict[str, Any]:
+    """The same facts for scripts. `text` is what a run prints, prompt included; `reply` is what
+    the model added to it."""
+    facts = dataclasses.asdict(memory) | dataclasses.asdict(report)
+    return {"text": text, "reply": report.text} | {k: v for k, v in facts.items() if k != "text"}
+
+
+def count(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_time(seconds: float) -> str:
+    """Seconds in the unit that reads best: `840 us`, `12.5 ms`, `3.42 s`, `2 min 5 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
