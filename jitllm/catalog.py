@@ -97,8 +97,7 @@ def resolve(model: str, *, say: Say = _quiet, progress: Progress = _quiet) -> Pa
 
     with local_gguf(model, say=say, progress=progress) as gguf, _scratch() as folder:
         say(f"converting {gguf.name} once, into {target}")
-        what = f"converting {gguf.name}"
-        convert(gguf, folder / target.name, progress=lambda *bytes_: progress(what, *bytes_))
+        convert(gguf, folder / target.name, progress=progress)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / target.name, target)
     return target
