@@ -240,7 +240,7 @@ def _unknown(model: str) -> str:
     """What to say of a model that is neither here nor in the catalog."""
     names = list(catalog())
     low = model.lower()
-    near = [name for name in names if low in name or name in low]
+    near = [name for name in names if low and (low in name or name in low)]
     near = near or difflib.get_close_matches(low, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"{model!r} is neither a file nor in the catalog ({', '.join(names)}){hint}"

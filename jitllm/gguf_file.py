@@ -131,27 +131,36 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     Raises FormatError for a damaged file, UnsupportedError for what is well formed and unknown.
     """
     path = Path(path)
-    first = _read_shard(path)
-    count = first.get("split.count", int, 1)
-    match = _SHARD_NAME.fullmatch(path.name)
-    if count > 1 and match is None:
+    named = _read_shard(path)
+    names = shard_names(path.name)
+    count = named.get("split.count", int, 1)
+    if count == len(names) == 1:
+        return named
+    if len(names) == 1:
         raise FormatError(
             f"{path} is one of {count} shards, but its name does not end in "
             f"-00001-of-{count:05}.gguf, so the others cannot be found; restore its name"
         )
-    if match is None or int(match["count"]) == count == 1:
-        return first
-    return _read_split_set(path, first, match["stem"], int(match["count"]))
+    return _read_split_set(path, named, [path.with_name(name) for name in names])
 
 
-def _read_split_set(path: Path, named: GGUFFile, stem: str, n_shards: int) -> GGUFFile:
-    """The shards that belong to `path`, checked to be one set, as one file."""
+def shard_names(name: str) -> list[str]:
+    """The file names of the set that `name` is a shard of, in order; `[name]` where it is none."""
+    match = _SHARD_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
+        return [name]
+    n_shards = int(match["count"])
+    return [f"{match['stem']}-{i + 1:05}-of-{n_shards:05}.gguf" for i in range(n_shards)]
+
+
+def _read_split_set(path: Path, named: GGUFFile, paths: list[Path]) -> GGUFFile:
+    """The shards at `paths`, checked to be one set, as one file."""
+    n_shards = len(paths)
     if named.metadata.get("split.count") != n_shards:
         raise FormatError(
             f"{path} is named as one of {n_shards} shards, but its split.count is "
             f"{named.metadata.get('split.count', 'missing')}"
         )
-    paths = [path.with_name(f"{stem}-{i + 1:05}-of-{n_shards:05}.gguf") for i in range(n_shards)]
     for shard_path in paths:
         if not shard_path.exists():
             raise JitllmError(

@@ -5,6 +5,7 @@ and IEEE operations alone, so a model is the same on every machine and under eve
 figures in `golden/` belong to exactly these weights.
 """
 
+import hashlib
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -99,14 +100,20 @@ def write_tiny(path: Path, name: str = "llama", **overrides: object) -> Path:
     return write_gguf(path, tiny, dict(random_tensors(tiny)))
 
 
-def write_gguf(path: Path, tiny: Tiny, tensors: Tensors) -> Path:
-    """`tensors` with the metadata of `tiny`."""
+def write_gguf(
+    path: Path,
+    tiny: Tiny,
+    tensors: Tensors,
+    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> Path:
+    """`tensors` with the metadata of `tiny`, after `edit` had its way with it."""
     writer = gguf.GGUFWriter(path, tiny.arch)
     writer.add_name("tiny")
     for key, value in _metadata(tiny).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](f"{tiny.arch}.{key}", value)
     _add_vocabulary(writer)
+    edit(writer)
     for tensor, (qtype, data) in tensors.items():
         writer.add_tensor(tensor, data, raw_dtype=Type[qtype])
     writer.write_header_to_file()
@@ -114,6 +121,14 @@ def write_gguf(path: Path, tiny: Tiny, tensors: Tensors) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def digest(tensors: Tensors) -> str:
+    """The weights' sha256: which model a golden belongs to."""
+    sha256 = hashlib.sha256()
+    for name, (qtype, data) in tensors.items():
+        sha256.update(f"{name} {qtype} {data.shape}".encode() + data.tobytes())
+    return sha256.hexdigest()
 
 
 def exact_values(tensors: Tensors) -> Tensors:
@@ -240,6 +255,8 @@ def _random_blocks(tiny: Tiny, name: str, n: int, k: int, std: float) -> np.ndar
     blocks = _bits(tiny, name, n * (k // group) * block_bytes).reshape(-1, block_bytes)
     for at, scale in _SCALES[tiny.qtype].items():
         spread = 0.75 + 0.5 * _uniform(tiny, f"{name}@{at}", (len(blocks), 1))
+        if len(_SCALES[tiny.qtype]) == 1:  # signed codes reach further down than up
+            spread *= np.where(_bits(tiny, f"{name}±", len(blocks)) % 2, 1, -1)[:, None]
         blocks[:, at : at + 2] = (std * scale * spread).astype(np.float16).view(np.uint8)
     return blocks.reshape(n, -1)
 
