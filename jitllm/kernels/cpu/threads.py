@@ -53,9 +53,15 @@ def call_parallel(f: Function, frame: Value, body: Value, arg: Value, n: Value, 
     f.call(f.module.declare(name, returns, args), frame, body, arg, n, grain)
 
 
-def imports(t: Tier) -> dict[str, int]:
+def imports(_: Tier | None = None) -> dict[str, int]:
     """The symbol a unit that uses `call_parallel` must be linked with."""
-    return {"jitllm_parallel": load("threads", build, t, _EXPORTS)["jitllm_parallel"]}
+    get_threads()
+    return {"jitllm_parallel": _runtime()["jitllm_parallel"]}
+
+
+def _runtime() -> dict[str, int]:
+    """One team per process, whatever the tiers in use: it holds no vector code."""
+    return load("threads", build, tier("generic"), _EXPORTS)
 
 
 def build(t: Tier) -> Module:
@@ -213,18 +219,17 @@ def physical_cores() -> int:
     return max(1, allowed // siblings)
 
 
-def _team_threads(t: Tier) -> ctypes.c_int64:
-    address = load("threads", build, t, _EXPORTS)["jitllm_team"]
-    return ctypes.c_int64.from_address(address + _THREADS)
+def _team_threads() -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(_runtime()["jitllm_team"] + _THREADS)
 
 
 def set_threads(n: int | None = None) -> int:
     """Use `n` threads in every kernel from now on (None: the physical cores); what was set."""
     n = physical_cores() if n is None else max(1, n)
-    _team_threads(tier()).value = n
+    _team_threads().value = n
     return n
 
 
 def get_threads() -> int:
     """Threads the kernels share their work among."""
-    return _team_threads(tier()).value or set_threads()
+    return _team_threads().value or set_threads()

@@ -1,0 +1,167 @@
+"""The operations of a block as calls of generated kernels; see `jitllm.kernels.ops.Ops`.
+
+Everything that could go wrong in a kernel is checked here, in Python, while a step is traced.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jitllm.kernels.cpu import matmul as handlers
+from jitllm.kernels.cpu import norm as norms
+from jitllm.kernels.cpu.compile import Tier, tier
+from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP
+from jitllm.kernels.cpu.products import SHAPES, STEP_BYTES
+from jitllm.kernels.qtypes import QTYPES
+from jitllm.kernels.tensor import QuantizedTensor
+
+_ALIGN = 64
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_weight(w: QuantizedTensor, k: int) -> None:
+    n, w_k = w.shape
+    _require(w.qtype in QTYPES, f"no kernel for weights of type {w.qtype}")
+    _require(w_k == k, f"weights of {w_k} columns cannot meet activations of {k}")
+    tiles = (-(-n // 16), QTYPES[w.qtype].tile_bytes(k))
+    _require(
+        w.data.shape == tiles and w.data.dtype == jnp.uint8,
+        f"{w.qtype} weights [{n}, {k}] need uint8{list(tiles)}, got {w.data.dtype}"
+        f"{list(w.data.shape)}",
+    )
+
+
+def _check_f32(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
+    _require(
+        x.shape == shape and x.dtype == jnp.float32,
+        f"{name} must be f32{list(shape)}, got {x.dtype}{list(x.shape)}",
+    )
+
+
+def _check_span(span: jax.Array) -> None:
+    _require(
+        span.shape == (2,) and span.dtype == jnp.int32,
+        f"span must be i32[2], got {span.dtype}{list(span.shape)}",
+    )
+
+
+def _float_bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+def _padded(t: int, block: int) -> int:
+    return t if t <= handlers.FEW else -(-t // block) * block
+
+
+def _scratch(qtypes: Sequence[str], n: int, k: int, t: Tier) -> tuple[int, int, int]:
+    """(bytes of scratch, offset of the quantised activations, of the float ones; -1: none)."""
+    at, offsets = 0, []
+    for wanted, shape, row_bytes in (
+        (FORMATS, "scaled", k // STEP * STEP_BYTES),
+        (FLOATS, "float", 4 * k),
+    ):
+        used = any(q in wanted for q in qtypes)
+        offsets.append(at if used else -1)
+        rows = _padded(n, SHAPES[shape].tokens(t)) if used else 0
+        at += -(-rows * row_bytes // _ALIGN) * _ALIGN
+    return at, offsets[0], offsets[1]
+
+
+def _call(op, x, ws, span, out_shapes, *, norm, eps, biases, add, activation):
+    """Check, describe and make one call of a product handler."""
+    t = tier()
+    n, k = x.shape
+    _check_f32("x", x, (n, k))
+    _check_span(span)
+    _require(
+        0 < len(ws) <= handlers.MAX_WEIGHTS,
+        f"a product takes 1 to {handlers.MAX_WEIGHTS} weights, got {len(ws)}",
+    )
+    for w in ws:
+        _check_weight(w, k)
+    args = [x, span, *(w.data for w in ws)]
+
+    def optional(name: str, value: jax.Array | None, shape: tuple[int, ...]) -> int:
+        if value is None:
+            return -1
+        _check_f32(name, value, shape)
+        args.append(value)
+        return len(args) - 1
+
+    at_norm = optional("norm", norm, (k,))
+    at_bias = [
+        optional("bias", b, (w.shape[0],))
+        for w, b in zip(ws, biases or [None] * len(ws), strict=True)
+    ]
+    at_add = optional("add", add, (n, ws[0].shape[0]))
+    size, ints, floats = _scratch([w.qtype for w in ws], n, k, t)
+    params = [len(ws), k, _float_bits(eps), at_norm, at_add, activation]
+    params += [len(out_shapes), ints, floats]
+    for w, bias in zip(ws, at_bias, strict=True):
+        code = handlers.enable(op, w.qtype, t)
+        params += [code, int(w.qtype in FLOATS), w.shape[0], w.data.shape[1], bias]
+    results = [jax.ShapeDtypeStruct(s, jnp.float32) for s in out_shapes]
+    scratch = jax.ShapeDtypeStruct((size,), jnp.uint8)
+    call = jax.ffi.ffi_call(handlers.target(op, t), (*results, scratch))
+    return call(*args, params=np.array(params, np.int64))[:-1]
+
+
+def matmul(
+    x: jax.Array,
+    ws: tuple[QuantizedTensor, ...],
+    span: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    biases: tuple[jax.Array | None, ...] | None = None,
+    add: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """rms_norm(x[T, K]) @ w_i.T + bias_i (+ add, with one w) -> tuple of f32[T, N_i]."""
+    _require(add is None or len(ws) == 1, "add needs exactly one weight")
+    shapes = [(x.shape[0], w.shape[0]) for w in ws]
+    options = {"norm": norm, "eps": eps, "biases": biases, "add": add, "activation": 0}
+    return tuple(_call("matmul", x, ws, span, shapes, **options))
+
+
+def gated(
+    x: jax.Array,
+    w_gate: QuantizedTensor,
+    w_up: QuantizedTensor,
+    span: jax.Array,
+    *,
+    norm: jax.Array | None,
+    eps: float,
+    activation: str,
+) -> jax.Array:
+    """activation(rms_norm(x) @ gate.T) * (rms_norm(x) @ up.T) -> f32[T, F]."""
+    names = tuple(handlers.ACTIVATIONS)
+    _require(activation in names, f"activation is {activation!r}; it can be {', '.join(names)}")
+    n_rows = w_gate.shape[0]
+    _require(
+        w_up.shape[0] == n_rows,
+        f"gate has {n_rows} rows and up has {w_up.shape[0]}; they must agree",
+    )
+    options = {"norm": norm, "eps": eps, "biases": None, "add": None}
+    options["activation"] = names.index(activation)
+    return _call("gated", x, (w_gate, w_up), span, [(x.shape[0], n_rows)], **options)[0]
+
+
+def add_norm(
+    x: jax.Array, y: jax.Array, span: jax.Array, *, norm: jax.Array, eps: float
+) -> jax.Array:
+    """x + rms_norm(y, norm, eps) -> f32[T, D]."""
+    _check_f32("x", x, x.shape)
+    _check_f32("y", y, x.shape)
+    _check_f32("norm", norm, x.shape[1:])
+    _check_span(span)
+    call = jax.ffi.ffi_call(norms.target(tier()), jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, y, span, norm, params=np.array([_float_bits(eps)], np.int64))
