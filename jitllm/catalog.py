@@ -112,8 +112,8 @@ def local_gguf(model: str, *, say: Say = _quiet, progress: Progress = _quiet) ->
     entry = catalog().get(model)
     if Path(model).is_file():
         yield Path(model)
-    elif entry and _kept(entry).exists():
-        yield _kept(entry)
+    elif entry and (path := kept(model)):
+        yield path
     elif entry or _is_url(model):
         with _scratch() as folder:
             yield (
@@ -123,6 +123,12 @@ def local_gguf(model: str, *, say: Say = _quiet, progress: Progress = _quiet) ->
             )
     else:
         raise JitllmError(_unknown(model))
+
+
+def kept(name: str) -> Path | None:
+    """The GGUF of a catalog entry where `fetch` has left it in the cache, None where it has not."""
+    path = _kept(catalog()[name])
+    return path if path.exists() else None
 
 
 def fetch(name: str, *, say: Say = _quiet, progress: Progress = _quiet) -> Path:

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +36,8 @@ def write(folder: Path, tiny: Tiny = SMALL, edit: Edit = lambda writer: None) ->
 
 def page_bytes(container: Container, tensor: TensorEntry) -> np.ndarray:
     page = container.pages[tensor.page]
-    data = container.path.read_bytes()[page.offset : page.offset + page.n_bytes]
-    return np.frombuffer(data, np.uint8)[tensor.offset : tensor.offset + tensor.n_bytes]
+    offset = page.offset + tensor.offset
+    return np.fromfile(container.path, np.uint8, tensor.n_bytes, offset=offset)
 
 
 def values_in_pages(container: Container, name: str) -> np.ndarray:
@@ -506,7 +507,20 @@ def test_flipped_header_bits_are_refused_or_harmless(tmp_path: Path) -> None:
     assert refused > 30
 
 
-# Into the cache
+# Into the cache, and real models from it
+
+
+def test_smollm2_converts_in_under_ten_seconds(tmp_path: Path) -> None:
+    source = catalog.kept("smollm2-135m")
+    if source is None:
+        pytest.skip("smollm2-135m is not in the cache")
+    started = time.monotonic()
+    report = convert(source, tmp_path / "m.jlm")
+    assert time.monotonic() - started < 10
+    model, container = read_gguf(source), Container.open(report.out)
+    for name in ("blk.0.ffn_down.weight", "blk.29.attn_q.weight", "token_embd.weight"):
+        values = source_values(model, model.tensors[name])
+        assert same_bits(values_in_pages(container, name), values)
 
 
 def test_a_gguf_is_converted_into_the_cache_once_and_said_so(
