@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 import psutil
 import yaml
 
+from jitllm import __version__
 from jitllm.download import Report, download_packages, download_url, file_sha256
 from jitllm.errors import JitllmError, UsageError
 from jitllm.gguf_file import MAGIC, shard_names
@@ -157,7 +158,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _container_name(model: str) -> str:
-    """A name in the cache that changes when the source does, or the container's format."""
+    """A name in the cache that changes when the source does, or what is made of it."""
     from jitllm.paging.layout import VERSION
 
     path, entry, key = Path(model), catalog().get(model), model
@@ -168,7 +169,7 @@ def _container_name(model: str) -> str:
     elif entry:
         key = entry.sha256
     stem = Path(_url_file_name(model)).stem if _is_url(model) else path.stem
-    digest = hashlib.sha256(f"{VERSION} {key}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{__version__} {VERSION} {key}".encode()).hexdigest()
     return f"{stem}-{digest[:16]}.jlm"
 
 
