@@ -40,9 +40,10 @@ class Tiny:
     metadata: dict[str, int | float | str] = field(default_factory=dict)
     """Keys after `<arch>.`."""
     seed: int = 0
+    """In `MODELS`: one whose greedy continuation has few near-ties."""
 
 
-_GEMMA = Tiny("gemma", tied=True, head_dim=32, norm_eps=1e-6)
+_GEMMA = Tiny("gemma", tied=True, head_dim=32, norm_eps=1e-6, seed=7)
 _GEMMA2 = replace(
     _GEMMA,
     arch="gemma2",
@@ -52,29 +53,34 @@ _GEMMA2 = replace(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
+    seed=2,
 )
 _WIDE = Tiny(width=256, ff_width=512, n_blocks=2, head_dim=64)
 
 ARCHITECTURES: dict[str, Tiny] = {
-    "llama": Tiny(),
-    "llama-tied-mha": Tiny(n_kv_heads=4, tied=True),
+    "llama": Tiny(seed=2),
+    "llama-tied-mha": Tiny(n_kv_heads=4, tied=True, seed=5),
     "llama-rope-freqs": Tiny(
         n_heads=2,
         n_kv_heads=1,
         head_dim=32,
         rope_freqs=True,
         metadata={"rope.freq_base": 500000.0},
+        seed=1,
     ),
-    "llama-linear": Tiny(metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    "llama-linear": Tiny(
+        metadata={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, seed=6
+    ),
     "llama-yarn": Tiny(
         metadata={
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 4.0,
             "rope.scaling.original_context_length": 64,
-        }
+        },
+        seed=4,
     ),
     "qwen2": Tiny("qwen2", qkv_bias=True, metadata={"rope.freq_base": 1e6}),
-    "qwen3": Tiny("qwen3", head_dim=32, qk_norm=True, metadata={"rope.freq_base": 1e6}),
+    "qwen3": Tiny("qwen3", head_dim=32, qk_norm=True, metadata={"rope.freq_base": 1e6}, seed=4),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": replace(
@@ -83,10 +89,14 @@ ARCHITECTURES: dict[str, Tiny] = {
         n_blocks=7,
         qk_norm=True,
         metadata={"attention.sliding_window": 8, "rope.freq_base": 1e6},
+        seed=7,
     ),
 }
-QTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-QUANTISED: dict[str, Tiny] = {qtype: replace(_WIDE, qtype=qtype) for qtype in QTYPES}
+_SEEDS = {"F32": 2, "F16": 2, "BF16": 2, "Q8_0": 4, "Q4_0": 4, "Q4_1": 7, "Q5_0": 0, "Q5_1": 0}
+_SEEDS |= {"Q4_K": 4, "Q5_K": 2, "Q6_K": 4}
+QUANTISED: dict[str, Tiny] = {
+    qtype: replace(_WIDE, qtype=qtype, seed=seed) for qtype, seed in _SEEDS.items()
+}
 """One llama model per weight type."""
 MODELS = ARCHITECTURES | QUANTISED
 
