@@ -18,13 +18,14 @@ import numpy as np
 
 from jitllm import __version__
 from jitllm.convert_pages import BATCH_BYTES, HEAD, Part, paginate
-from jitllm.errors import FormatError, JitllmError, UnsupportedError
+from jitllm.errors import ChatTemplateError, FormatError, JitllmError, UnsupportedError
 from jitllm.gguf_file import GGUFFile, read_gguf
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.model.arch import expected_tensors, model_config
 from jitllm.model.config import ModelConfig
 from jitllm.paging.container import ContainerWriter, PageEntry, PageSpec, TensorSpec, plan_layout
 from jitllm.text.build import build_tokenizer
+from jitllm.text.chat import ChatTemplate
 
 Progress = Callable[[str, int, int], None]
 """progress(what, done_bytes, total_bytes)."""
@@ -54,7 +55,7 @@ class ConvertReport:
     ignored: tuple[str, ...] = ()
     """Tensors and metadata keys of the source that were left out on purpose."""
     warnings: tuple[str, ...] = ()
-    """Guesses that were made where the source does not say."""
+    """What was guessed where the source does not say, and what of it cannot be used."""
     refusals: tuple[str, ...] = ()
     """Why the model cannot be converted, one sentence each; none where it can."""
 
@@ -131,12 +132,13 @@ class _Examined:
         if self.refusals:
             return report
         layout = plan_layout(self.metadata_with("0" * 64), self.specs, self.pages)
-        warning = self.metadata["tokenizer"]["warning"]
+        guess = self.metadata["tokenizer"]["warning"]
+        warnings = (guess or "", *_template_warnings(self.metadata["chat_templates"]))
         return replace(
             report,
             file_bytes=layout.file_bytes,
             pages=layout.pages,
-            warnings=(warning,) if warning else (),
+            warnings=tuple(filter(None, warnings)),
         )
 
 
@@ -196,16 +198,21 @@ def _config(gguf: GGUFFile) -> ModelConfig:
 
 
 def _templates(gguf: GGUFFile, own: str | None) -> dict[str, str]:
-    """The chat templates by name; the usual one is `default`."""
+    """The chat templates by name, the usual one is `default`; or `own`, which has to be one."""
     if own is not None:
-        return {"default": own}
-    names = {_TEMPLATE: "default"}
-    names |= {
-        key: key.removeprefix(_TEMPLATE + ".")
-        for key in gguf.metadata
-        if key.startswith(_TEMPLATE + ".")
-    }
+        return {"default": ChatTemplate(own).text}
+    named = [key for key in gguf.metadata if key.startswith(_TEMPLATE + ".")]
+    names = {_TEMPLATE: "default"} | {key: key.removeprefix(_TEMPLATE + ".") for key in named}
     return {name: gguf.get(key, str) for key, name in names.items() if key in gguf.metadata}
+
+
+def _template_warnings(templates: dict[str, str]) -> Iterator[str]:
+    """The model's own templates that do not compile: it still completes text."""
+    for text in templates.values():
+        try:
+            ChatTemplate(text)
+        except ChatTemplateError as error:
+            yield str(error)
 
 
 def _general(gguf: GGUFFile) -> dict[str, Any]:

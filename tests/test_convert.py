@@ -172,6 +172,32 @@ def test_the_chat_templates_of_the_file_are_kept_and_one_may_take_their_place(
     assert templates == {"default": "{{ messages }}"}
 
 
+def test_a_template_that_is_none_is_refused_where_asked_for_and_said_where_found(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path, edit=lambda writer: writer.add_chat_template("{% for"))
+    with pytest.raises(JitllmError, match="template"):
+        convert(source, tmp_path / "m.jlm", chat_template="{{ oops")
+    assert os.listdir(tmp_path) == ["m.gguf"]
+    (warning,) = convert(source, tmp_path / "m.jlm").warnings
+    assert warning.startswith("the chat template cannot be used: ")
+
+
+def test_a_guess_about_the_vocabulary_is_a_warning(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        letters = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 324))]
+        for key in ("model", "tokens", "token_type", "scores"):
+            del writer.kv_data[0][f"tokenizer.ggml.{key}"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([*letters, *(f"w{i}" for i in range(N_VOCAB - 256))])
+        writer.add_token_types([1] * N_VOCAB)
+        writer.add_token_merges(["w 1"])
+
+    report = convert(write(tmp_path, edit=edit), tmp_path / "m.jlm", plan=True)
+    assert report.refusals == ()
+    assert "names no pre-tokenizer" in report.warnings[0]
+
+
 def write_split(folder: Path, tiny: Tiny) -> list[Path]:
     """The model as a set of three shards; the first has all of the metadata."""
     tensors, paths = list(random_tensors(tiny)), []
