@@ -32,3 +32,7 @@ class BudgetError(JitllmError):
 
 class DeviceError(JitllmError):
     """A device that was named is not there or cannot be used."""
+
+
+class ChatTemplateError(JitllmError):
+    """A chat template refuses these messages, or is itself refused."""
