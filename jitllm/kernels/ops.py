@@ -8,6 +8,7 @@ tokens before it: not on T, its index or its neighbours, bit for bit.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jitllm.errors import UsageError
@@ -52,16 +53,23 @@ def _xla() -> Ops:
 
 
 def _cpu() -> Ops:
-    from jitllm.kernels.cpu import ops as cpu
+    from jitllm.kernels.cpu import attention, ops
 
     return Ops(
-        "cpu", cpu.matmul, cpu.gated, cpu.attention, cpu.add_norm, lambda w: w, one_row=False
+        "cpu",
+        ops.matmul,
+        ops.gated,
+        attention.attention,
+        ops.add_norm,
+        prepare=lambda w: w,
+        one_row=False,
     )
 
 
 _TABLE = {"xla": _xla, "cpu": _cpu}
 
 
+@cache
 def ops(name: str) -> Ops:
     """The implementation called `name`: `xla` (portable) or `cpu` (generated for this CPU)."""
     return _TABLE[name]()

@@ -1,0 +1,311 @@
+"""The engine: a model, a budget in bytes and the devices, behind a small Python API.
+
+    with Engine.open("model.jlm", maxmem="400K", devices="cpu", max_seq=512) as engine:
+        for piece in engine.generate("Once upon a time", n=16, temp=0):
+            print(piece, end="")
+
+Here model, paging, placement and text meet; none of them knows the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jitllm.catalog import cache_dir, resolve
+from jitllm.errors import FormatError, UsageError
+from jitllm.executor import Executor
+from jitllm.kernels.ops import choose
+from jitllm.model.config import ModelConfig
+from jitllm.model.kvcache import DTYPES, empty_cache, kv_bytes
+from jitllm.paging.budget import Ledger, LedgerReport, automatic_budget
+from jitllm.paging.container import Container, remake
+from jitllm.paging.pager import Applied, Pager, PagerCounters
+from jitllm.reports import MemoryReport
+from jitllm.sampling import SamplingParams
+from jitllm.session import Generation, Session
+from jitllm.steps import KVCache, Steps
+from jitllm.text import ChatTemplate, Tokenizer
+from jitllm.units import parse_size
+
+DEFAULT_MAX_SEQ = 4096
+"""Tokens of context where nobody asks: the KV cache is allocated whole."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The ledger and the pager's counters, read now."""
+
+    budget_bytes: int
+    resident_bytes: int
+    """Weights in memory: frames and whatever else of the model stays there."""
+    frames: int
+    n_resident_pages: int
+    n_pages: int
+    ledger: LedgerReport
+    counters: PagerCounters
+    blocks_executed: int
+    steps_compiled: int
+
+
+class Engine:
+    """One model held to a budget. Make it with `open`; close it, or use it as a context manager.
+
+    Passes over the model exclude each other and changes of the budget, whatever thread they come
+    from: `set_budget` takes effect between two tokens of whoever is generating.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        *,
+        budget_bytes: int | None,
+        max_seq: int | None,
+        kv: str,
+        check_hashes: bool,
+    ):
+        """`container` under `budget_bytes` (None: automatic). `Engine.open` is the way in."""
+        self.config = _config(container)
+        self.max_seq = _max_seq(self.config, max_seq)
+        self.kv_dtype = kv
+        self._container = container
+        self._automatic = budget_bytes is None
+        self.ledger = Ledger()
+        self.device = jax.devices("cpu")[0]
+        self._ops, self._kernels_note = choose(self.device.platform)
+        budget = automatic_budget() if budget_bytes is None else budget_bytes
+        self._pager = Pager(container, budget, self.ledger, check_hashes=check_hashes)
+        self._steps = Steps(self.config, self._ops, self._charge_activations)
+        self._executor = Executor(
+            self.config, container, self._pager, self._ops, self._steps, self.device
+        )
+        self.tokenizer = Tokenizer(container.metadata["tokenizer"])
+        self._scratch: Session | None = None
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        maxmem: int | str | None = None,
+        devices: str = "auto",
+        max_seq: int | None = None,
+        kv: str = "f16",
+        threads: int | None = None,
+        check_hashes: bool = True,
+        say: Say | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Engine:
+        """Open a container, a GGUF (converted once into the cache) or a catalog name.
+
+        `maxmem` is the host budget for weights, bytes or text ("400K"); None takes 80 % of the
+        memory that is free. `max_seq` is the context in tokens (None: the model's, at most 4096),
+        `kv` the type of the cache, `f16` or `f32`. `say` hears what takes time, `progress` how
+        far it is. Raises JitllmError in one sentence; nothing is allocated then.
+        """
+        if kv not in DTYPES:
+            raise UsageError(f"kv is {kv!r}; it can be {' or '.join(DTYPES)}")
+        if isinstance(maxmem, str):
+            maxmem = parse_size(maxmem)
+        _check_devices(devices)
+        quiet: Callable[..., None] = lambda *_: None  # noqa: E731
+        path = resolve(str(model), say=say or quiet, progress=progress or quiet)
+        _enable_compilation_cache()
+        return cls(
+            Container.open(path),
+            budget_bytes=maxmem,
+            max_seq=max_seq,
+            kv=kv,
+            check_hashes=check_hashes,
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back; the engine cannot be used afterwards."""
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+        self._executor.close()
+        self._pager.close()
+
+    # Text in, text out
+
+    def tokenize(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = False
+    ) -> list[int]:
+        """Ids of `text`; `add_bos` None: as the model says. Special tokens are plain text unless
+        `parse_special`."""
+        return self.tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        add_bos: bool | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> Generation:
+        """What follows `prompt`, text or ids: an iterator of pieces of text.
+
+        `sampling` are the fields of `SamplingParams`: n, temp, top_k, top_p, min_p, ... The
+        engine keeps one conversation for this call; a prompt that begins like the last one is not
+        computed again. For several at once take `session()`.
+        """
+        params = SamplingParams(**sampling)
+        ids = self.tokenize(prompt, add_bos, parse_special) if isinstance(prompt, str) else prompt
+        return self._own_session().generate(list(ids), params, stop)
+
+    def chat(
+        self, messages: Sequence[dict[str, str]], *, stop: Sequence[str] = (), **sampling: Any
+    ) -> Generation:
+        """The reply to a conversation of {"role": ..., "content": ...} messages."""
+        params = SamplingParams(**sampling)
+        return self._own_session().generate(self.render(messages), params, stop)
+
+    def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Ids of a conversation in the model's chat template, up to where the reply begins."""
+        return ChatTemplate.of(self._container.metadata).encode(self.tokenizer, messages)
+
+    # Ids in, logits out
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """f32[T, V]: the logits after each of `ids`, from an empty context."""
+        session = self._own_session()
+        session.reset()
+        return session.logits(ids)
+
+    def session(self) -> Session:
+        """A conversation of its own, with its KV cache allocated; close it after use."""
+        charge = self.ledger.charge("kv", self._kv_bytes())
+        kvs = [
+            empty_cache(spec.attention, self.max_seq, self.kv_dtype, self.device)
+            for spec in self.config.blocks
+        ]
+        return Session(self, kvs, charge)
+
+    def forward(
+        self, ids: Sequence[int], kvs: list[KVCache], position: int, rows: str
+    ) -> np.ndarray:
+        """One pass: append `ids` at `position` of the caches; the logits of `last` or `all` rows.
+
+        Where it fails the caches hold nothing new before `position`, and it can be done again.
+        """
+        run = {"last": self._executor.prefill, "all": self._executor.logits}[rows]
+        return run(ids, kvs, position)
+
+    # Memory
+
+    def set_budget(self, budget_bytes: int) -> Applied:
+        """Hold the weights to `budget_bytes` from the next token on; what was applied.
+
+        Narrowing evicts exactly the excess, widening evicts nothing. BudgetError names the
+        smallest budget and changes nothing.
+        """
+        applied = self._pager.set_budget(budget_bytes)
+        self._automatic = False
+        return applied
+
+    def memory_report(self) -> MemoryReport:
+        """What the budget costs, before the first token."""
+        pages, applied = self._container.pages, self._pager.applied()
+        blocks = self._container.pages_of("block")
+        moving = self._pager.cycle[applied.n_pinned :]
+        return MemoryReport(
+            budget_bytes=applied.budget_bytes,
+            automatic=self._automatic,
+            weights_bytes=sum(page.n_bytes for page in pages),
+            kv_bytes=self._kv_bytes(),
+            pages_bytes=applied.budget_bytes - applied.fixed_bytes,
+            over_bytes=max(0, self._pager.full_bytes - applied.budget_bytes),
+            n_pages=applied.n_pages,
+            n_blocks=len(blocks),
+            n_resident_blocks=min(len(blocks), applied.n_resident),
+            block_bytes=max(pages[page].n_bytes for page in blocks),
+            page_ins_per_token=applied.page_ins_per_pass,
+            page_in_bytes_per_token=sum(pages[page].n_bytes for page in moving),
+            max_seq=self.max_seq,
+            kernels=self.kernels,
+        )
+
+    def stats(self) -> EngineStats:
+        """Ledger and counters, now."""
+        applied, counters = self._pager.applied(), self._pager.counters
+        return EngineStats(
+            budget_bytes=applied.budget_bytes,
+            resident_bytes=self.ledger.used("weights"),
+            frames=counters.frames,
+            n_resident_pages=applied.n_resident,
+            n_pages=applied.n_pages,
+            ledger=self.ledger.report(),
+            counters=counters,
+            blocks_executed=self._executor.blocks_executed,
+            steps_compiled=self._steps.n_compiled,
+        )
+
+    def pager_counters(self) -> PagerCounters:
+        """A snapshot of the pager's counters."""
+        return self._pager.counters
+
+    @property
+    def kernels(self) -> str:
+        """Who computes: the generated kernels' tier, or the portable path and why."""
+        return self._kernels_note or self._ops.name
+
+    def _charge_activations(self, n_bytes: int) -> None:
+        """XLA's temporaries of the largest step: only one step runs at a time."""
+        more = n_bytes - self.ledger.used("activations")
+        if more > 0:
+            self.ledger.charge("activations", more)
+
+    def _kv_bytes(self) -> int:
+        return sum(
+            kv_bytes(spec.attention, self.max_seq, self.kv_dtype) for spec in self.config.blocks
+        )
+
+    def _own_session(self) -> Session:
+        if self._scratch is None:
+            self._scratch = self.session()
+        return self._scratch
+
+
+def _config(container: Container) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(container.metadata["config"])
+    except (KeyError, TypeError) as error:
+        raise FormatError(
+            f"{container.path} was written by another version of jitllm; {remake(container.path)}"
+        ) from error
+
+
+def _max_seq(config: ModelConfig, asked: int | None) -> int:
+    longest = config.context_length
+    if asked is None:
+        return min(longest, DEFAULT_MAX_SEQ)
+    if not 1 <= asked <= longest:
+        raise UsageError(f"max_seq is {asked}; this model's context is 1 to {longest} tokens")
+    return asked
+
+
+def _check_devices(devices: str) -> None:
+    if devices not in ("auto", "cpu", "cpu:0"):
+        raise UsageError(f"devices is {devices!r}; it can be auto or cpu")
+
+
+def _enable_compilation_cache() -> None:
+    """Compiled steps are kept on disk from the first, however quick they were to make."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

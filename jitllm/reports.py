@@ -1,0 +1,58 @@
+"""What the engine says about itself: plain data, measured, nothing estimated."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a budget will cost, known before the first token."""
+
+    budget_bytes: int
+    automatic: bool
+    """Whether the budget was chosen by the machine's free memory."""
+    weights_bytes: int
+    """All pages a pass visits, and what stays resident beside them."""
+    kv_bytes: int
+    """One session's KV cache."""
+    pages_bytes: int
+    """Of the budget, what is left for pages."""
+    over_bytes: int
+    """By how much the weights exceed the budget; 0 where they fit."""
+    n_pages: int
+    n_blocks: int
+    n_resident_blocks: int
+    block_bytes: int
+    """The largest block's page."""
+    page_ins_per_token: int
+    page_in_bytes_per_token: int
+    max_seq: int
+    kernels: str
+
+
+@dataclass
+class GenerationReport:
+    """One reply: what it is and what it cost. Complete when the reply has ended."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    """`stop` (end of the reply), `length` (n reached), `context` (no room left), `cancelled`."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, tokens whose KV was there already."""
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    page_ins: int = 0
+    evictions: int = 0
+    frames: int = 0
+    bytes_read: int = 0
+    read_requests: int = 0
+    read_wait_s: float = 0.0
+    bytes_read_per_token: int = 0
+    """Bytes read from disk per decoded token, the prompt's apart."""
+    budget_bytes: int = 0
+    resident_bytes: int = 0
+    peak_rss_bytes: int = 0

@@ -1,0 +1,221 @@
+"""One conversation: its KV cache, the tokens in it, and the replies made from it.
+
+Ids inside, text at the rim: `Session.prefill` and `Session.decode` speak ids, `Generation` turns
+them into pieces of text as they come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jitllm.errors import UsageError
+from jitllm.model.sampler import make_rng, sample
+from jitllm.paging.budget import Charge, peak_rss_bytes
+from jitllm.reports import GenerationReport
+from jitllm.sampling import SamplingParams
+from jitllm.text import StopFilter, StreamDecoder
+
+if TYPE_CHECKING:
+    from jitllm.engine import Engine
+
+
+class Session:
+    """A KV cache of `max_seq` tokens and what is in it. Made by `Engine.session`."""
+
+    def __init__(self, engine: Engine, kvs: list, charge: Charge):
+        self._engine, self._kvs, self._charge = engine, kvs, charge
+        self._messages: list[dict[str, str]] = []
+        self._reply: Generation | None = None
+        self.tokens: list[int] = []
+        """Ids whose keys and values are in the cache, in order."""
+
+    @property
+    def room_tokens(self) -> int:
+        """How many more tokens fit."""
+        return self._engine.max_seq - len(self.tokens)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        self.truncate(0)
+        self._messages.clear()
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forget the tokens from `n_tokens` on."""
+        del self.tokens[n_tokens:]
+
+    def close(self) -> None:
+        """Give the KV cache back."""
+        self._kvs.clear()
+        self._charge.release()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        """Append `ids` and give the logits f32[V] that follow the last of them."""
+        return self._forward(ids, "last")
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Append `ids` and give the logits f32[T, V] that follow each of them."""
+        return self._forward(ids, "all")
+
+    def _forward(self, ids: Sequence[int], rows: str) -> np.ndarray:
+        if not ids:
+            raise UsageError("the prompt has no tokens; give it at least one")
+        if len(ids) > self.room_tokens:
+            raise UsageError(
+                f"{len(ids)} tokens do not fit beside the {len(self.tokens)} in a context of "
+                f"{self._engine.max_seq}; shorten the prompt or raise -max-seq"
+            )
+        logits = self._engine.forward(ids, self._kvs, len(self.tokens), rows)
+        self.tokens.extend(ids)
+        return logits
+
+    def generate(
+        self, ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = ()
+    ) -> Generation:
+        """A reply to the conversation `ids`: what the cache already holds of it is not redone."""
+        if self._reply is not None:
+            self._reply.close()
+        keep = _common_prefix(self.tokens, ids)
+        # The last token is always fed again: its logits are what the reply starts from.
+        self.truncate(max(0, min(keep, len(ids) - 1)))
+        self._reply = Generation(self._engine, self, ids, params, stop)
+        return self._reply
+
+    def chat(
+        self,
+        text: str,
+        params: SamplingParams,
+        system: str | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """The reply to `text` as the next turn; the history stays in the KV cache."""
+        messages = list(self._messages)
+        if system and not messages:
+            messages.append({"role": "system", "content": system})
+        messages.append({"role": "user", "content": text})
+        generation = self.generate(self._engine.render(messages), params, stop)
+        generation.on_end = lambda reply: self._remember(messages, reply)
+        return generation
+
+    def _remember(self, messages: list[dict[str, str]], reply: str) -> None:
+        self._messages = [*messages, {"role": "assistant", "content": reply}]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+class Generation:
+    """A reply under way: iterate for its text, piece by piece; `report` is complete at the end.
+
+    Closing it, or leaving the loop, ends the reply; the tokens so far stay in the session.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session,
+        ids: Sequence[int],
+        params: SamplingParams,
+        stop: Sequence[str],
+    ):
+        self._engine, self._session, self._params = engine, session, params
+        self._prompt = list(ids[len(session.tokens) :])
+        self._history = list(ids)
+        self._decoder = StreamDecoder(engine.tokenizer)
+        self._stops = StopFilter(stop)
+        self._n_passes = 0
+        self.report = GenerationReport(
+            prompt_tokens=len(ids), cached_tokens=len(ids) - len(self._prompt)
+        )
+        self.on_end = lambda reply: None
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the reply now."""
+        self._pieces.close()
+
+    def _run(self) -> Iterator[str]:
+        report = self.report
+        before = decode_start = self._engine.pager_counters()
+        start = time.perf_counter()
+        try:
+            logits = self._session.prefill(self._prompt)
+            report.prefill_s = time.perf_counter() - start
+            decode_start = self._engine.pager_counters()
+            yield from self._decode(logits)
+        except GeneratorExit:
+            report.finish_reason = "cancelled"
+            raise
+        finally:
+            self._close_report(before, decode_start)
+            self.on_end(report.text)
+
+    def _decode(self, logits: np.ndarray) -> Iterator[str]:
+        report, rng = self.report, make_rng(self._params.seed)
+        while True:
+            token = sample(logits, self._params, rng, self._history)
+            if token in self._engine.tokenizer.stop_ids:
+                report.finish_reason = "stop"
+                break
+            report.ids.append(token)
+            self._history.append(token)
+            yield from self._emit(self._stops.push(self._decoder.push(token)))
+            if self._stops.stopped:
+                report.finish_reason = "stop"
+                return
+            if len(report.ids) == self._params.n:
+                report.finish_reason = "length"
+                break
+            if not self._session.room_tokens:
+                report.finish_reason = "context"
+                break
+            start = time.perf_counter()
+            logits = self._session.prefill([token])
+            self._n_passes += 1
+            report.decode_s += time.perf_counter() - start
+        tail = self._stops.push(self._decoder.flush())
+        yield from self._emit(tail + self._stops.flush())
+
+    def _emit(self, piece: str) -> Iterator[str]:
+        if piece:
+            self.report.text += piece
+            yield piece
+
+    def _close_report(self, before, decode_start) -> None:
+        report, after = self.report, self._engine.pager_counters()
+        report.generated_tokens = len(report.ids)
+        report.page_ins = after.page_ins - before.page_ins
+        report.evictions = after.evictions - before.evictions
+        report.bytes_read = after.bytes_read - before.bytes_read
+        report.read_requests = after.read_requests - before.read_requests
+        report.read_wait_s = after.blocked_s - before.blocked_s
+        # The first token comes out of the prefill; each further one is a pass of its own.
+        if passes := self._n_passes:
+            report.bytes_read_per_token = (after.bytes_read - decode_start.bytes_read) // passes
+            report.decode_tokens_per_second = passes / report.decode_s
+        if report.prefill_s:
+            report.prefill_tokens_per_second = len(self._prompt) / report.prefill_s
+        stats = self._engine.stats()
+        report.frames = stats.frames
+        report.budget_bytes = stats.budget_bytes
+        report.resident_bytes = stats.resident_bytes
+        report.peak_rss_bytes = peak_rss_bytes()
