@@ -87,7 +87,7 @@ def _target(shape: Shape, t: Tier) -> str:
     def build(t: Tier) -> Module:
         return _build(shape, t)
 
-    ffi.register(name, load(shape.name, build, t, ("handler",), threads.imports(t))["handler"])
+    ffi.register(name, load(shape.name, build, t, ("handler",), threads.imports())["handler"])
     return name
 
 

@@ -20,6 +20,12 @@ from jitllm.kernels.cpu.vmath import exp2, half_to_f32
 _SUMS, _VALUES = 4 * LANES, 8 * LANES  # offsets in a partial result, after its maxima
 
 
+_SIDE_BY_SIDE = 4  # rows of a softmax
+
+Seen = Callable[[Value | int], tuple[Value, Value]]
+"""Position i of a block -> the keys of the chunk it sees, from the first to past the last."""
+
+
 class Tiles:
     """Writes the functions of this half for one shape on one tier."""
 
@@ -27,10 +33,15 @@ class Tiles:
         self.m, self.shape, self.tier = m, shape, t
         self.blocking = Blocking.of(shape, t)
         heads, full = self.blocking.heads, self.blocking.heads * self.blocking.positions
+        for n in {
+            min(_SIDE_BY_SIDE, rows - r)
+            for rows in (heads, full)
+            for r in range(0, rows, _SIDE_BY_SIDE)
+        }:
+            self._write_softmax(n)
         for rows in sorted({heads, full}):
             self._write_scores(rows)
             self._write_weigh(rows)
-            self._write_softmax(rows)
             self._write_fold(rows)
             self._write_chunk(rows // heads)
         self._write_finish()
@@ -123,34 +134,39 @@ class Tiles:
                     for place, x in zip(places, row, strict=True):
                         f.store(x, place, align=4)
 
-    def _write_softmax(self, rows: int) -> None:
-        """softmax(scores, lo, hi, cap, maximum, total): one row's keys lo..hi become weights.
+    def _write_softmax(self, n: int) -> None:
+        """softmax(scores, stride, lo, hi, cap, part): n rows' keys lo..hi become weights.
 
-        `scores` is the place of key 0. Weights are relative to the row's maximum; keys of the first
-        and the last tile outside lo..hi get none, whatever their slots hold.
+        `scores` is the place of key 0 of the first row, `part` its place in the partial result. The
+        weights are relative to the row's maximum; other keys of the first and the last tile get
+        none, whatever their slots hold. The rows are independent chains that run side by side.
         """
-        if f"softmax{0}" in self.m.ir.globals:
-            return
-        with self.m.function("softmax0", void, [ptr, i64, i64, f32, ptr, ptr]) as f:
-            scores, lo, hi, cap, maximum, total = f.args
+        with self.m.function(f"softmax{n}", void, [ptr, i64, i64, i64, f32, ptr]) as f:
+            scores, stride, lo, hi, cap, part = f.args
+            rows = [scores + stride * r for r in range(n)]
             first, last = lo // LANES, (hi - 1) // LANES
             with f.when(cap > 0.0):
-                _cap(f, scores, first, last, cap)
-            for tile in (first, last):
-                _mask(f, scores, tile, lo, hi)
-            top = f.var(f.value(-math.inf, vec(f32)))
+                _cap(f, rows, first, last, cap)
+            with f.when((lo | hi) % LANES > 0):
+                for row in rows:
+                    for tile in (first, last):
+                        _mask(f, row, tile, lo, hi)
+            tops = [f.var(f.value(-math.inf, vec(f32))) for _ in rows]
             with f.loop(first, last + 1) as tile:
-                x = f.load(scores, vec(f32), tile * (4 * LANES), align=4)
-                top.set(_larger(f, x, top.get()))
-            top = f.reduce(top.get(), lambda a, b: _larger(f, a, b))
-            sums = f.var(f.value(0.0, vec(f32)))
+                for row, top in zip(rows, tops, strict=True):
+                    x = f.load(row, vec(f32), tile * (4 * LANES), align=4)
+                    top.set(_larger(f, x, top.get()))
+            tops = [f.reduce(top.get(), lambda a, b: _larger(f, a, b)) for top in tops]
+            sums = [f.var(f.value(0.0, vec(f32))) for _ in rows]
             with f.loop(first, last + 1) as tile:
-                x = f.load(scores, vec(f32), tile * (4 * LANES), align=4)
-                weight = exp2(f, x - top)
-                f.store(weight, scores, tile * (4 * LANES), align=4)
-                sums.set(sums.get() + weight)
-            f.store(top, maximum, align=4)
-            f.store(f.reduce(sums.get(), lambda a, b: a + b), total, align=4)
+                for row, top, total in zip(rows, tops, sums, strict=True):
+                    x = f.load(row, vec(f32), tile * (4 * LANES), align=4)
+                    weight = exp2(f, x - top)
+                    f.store(weight, row, tile * (4 * LANES), align=4)
+                    total.set(total.get() + weight)
+            for r, (top, total) in enumerate(zip(tops, sums, strict=True)):
+                f.store(top, part, 4 * r, align=4)
+                f.store(f.reduce(total.get(), lambda a, b: a + b), part, 4 * r + _SUMS, align=4)
 
     def _write_chunk(self, positions: int) -> None:
         """chunk(job, q, row, chunk, keys, values, part, scores): the partial result of one chunk.
@@ -158,9 +174,7 @@ class Tiles:
         `q` holds the block's queries [position][head][H], `row` is its first row; `keys` and
         `values` are one head's caches. A row that sees nothing of the chunk gets the sum 0.
         """
-        heads, shape = self.blocking.heads, self.shape
-        rows = heads * positions
-        stride = self.stride(rows)
+        rows = self.blocking.heads * positions
         with self.m.function(f"chunk{positions}", void, [ptr, ptr, i64, i64, *[ptr] * 4]) as f:
             job, q, row, chunk, keys, values, part, scores = f.args
             job = Job(f, job)
@@ -175,23 +189,46 @@ class Tiles:
             scores = scores - begin * 4
             first, last = lowest // LANES, (highest - 1) // LANES
             f.call(self.fn("scores", rows), q, keys, first, last, scores)
-            with f.loop(0, rows) as r:
-                lo, hi = seen(r // heads)
-                f.store(f.value(0.0, f32), part + r * 4, _SUMS, align=4)
-                f.store(f.value(-math.inf, f32), part + r * 4, align=4)
-                with f.when(lo < hi):
-                    maximum, total = part + r * 4, part + (r * 4 + _SUMS)
-                    f.call(self.fn("softmax", 0), scores + r * stride, lo, hi, cap, maximum, total)
-            with f.loop(0, rows * shape.head_dim, shape.lanes) as i:
-                zero = f.value(0.0, vec(f32, shape.lanes))
-                f.store(zero, part, i * 4 + _VALUES, align=4)
+            self.clear(f, part, rows)
+            self._weigh_scores(f, positions, seen, scores, cap, part)
             self._weigh_block(f, positions, seen, scores, values, part)
+
+    def _weigh_scores(
+        self,
+        f: Function,
+        positions: int,
+        seen: Seen,
+        scores: Value,
+        cap: Value,
+        part: Value,
+    ) -> None:
+        """Softmax of all rows at once where they see the same keys, else position by position."""
+        heads = self.blocking.heads
+        stride = f.value(self.stride(heads * positions), i64)
+
+        def softmax(first: Value | int, n: int, lo: Value, hi: Value) -> None:
+            for r in range(0, n, _SIDE_BY_SIDE):
+                at = f.value(first, i64) + r
+                function = self.fn("softmax", min(_SIDE_BY_SIDE, n - r))
+                f.call(function, scores + at * stride, stride, lo, hi, cap, part + at * 4)
+
+        (lo, hi), (last_lo, last_hi) = seen(0), seen(positions - 1)
+        if positions == 1:
+            softmax(0, heads, lo, hi)
+            return
+        with f.either(lo.eq(last_lo) & hi.eq(last_hi)) as (same, differ):
+            with same:
+                softmax(0, heads * positions, lo, hi)
+            with differ, f.loop(0, positions) as i:
+                lo, hi = seen(i)
+                with f.when(lo < hi):
+                    softmax(i * heads, heads, lo, hi)
 
     def _weigh_block(
         self,
         f: Function,
         positions: int,
-        seen: Callable[[Value | int], tuple[Value, Value]],
+        seen: Seen,
         scores: Value,
         values: Value,
         part: Value,
@@ -285,11 +322,12 @@ def _mask(f: Function, scores: Value, tile: Value, lo: Value, hi: Value) -> None
     f.store(x, scores, tile * (4 * LANES), align=4)
 
 
-def _cap(f: Function, scores: Value, first: Value, last: Value, cap: Value) -> None:
+def _cap(f: Function, rows: list[Value], first: Value, last: Value, cap: Value) -> None:
     """s = cap * log2(e) * tanh(x), the queries' factor having made of a score 2 * log2(e) * x."""
     with f.loop(first, last + 1) as tile:
-        x = f.load(scores, vec(f32), tile * (4 * LANES), align=4)
-        # tanh is 1 to the last bit beyond this
-        x = f.select(x > 60.0, 60.0, x)
-        tanh = 1.0 - 2.0 / (exp2(f, x) + 1.0)
-        f.store(tanh * (cap * math.log2(math.e)), scores, tile * (4 * LANES), align=4)
+        for row in rows:
+            x = f.load(row, vec(f32), tile * (4 * LANES), align=4)
+            # tanh is 1 to the last bit beyond this
+            x = f.select(x > 60.0, 60.0, x)
+            tanh = 1.0 - 2.0 / (exp2(f, x) + 1.0)
+            f.store(tanh * (cap * math.log2(math.e)), row, tile * (4 * LANES), align=4)
