@@ -14,9 +14,9 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+from tests.figures import FOLDER, kl_divergences
 from tests.tiny_models import MODELS, digest, exact_values, random_tensors, write_gguf
 
-FOLDER = Path(__file__).parent
 ENGINE = f"llama.cpp via llama-cpp-python {llama_cpp.__version__}, CPU, F32 KV, no flash attention"
 PROMPT_IDS = [
     *(1, 403, 407, 261, 378, 300, 17, 450, 99, 261, 5, 120, 333, 410, 262, 270),
@@ -51,12 +51,6 @@ def evaluate(path: Path, ids: list[int], n_greedy: int) -> tuple[np.ndarray, lis
     return logits, greedy, np.array(margins)
 
 
-def kl_divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """KL(reference || logits) of each row, in nats."""
-    p, q = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (reference, logits))
-    return (np.exp(p) * (p - q)).sum(axis=1)
-
-
 def figures(name: str, folder: Path) -> dict:
     """What the tests compare with, for one model."""
     tiny, tensors = MODELS[name], dict(random_tensors(MODELS[name]))
@@ -76,7 +70,7 @@ def figures(name: str, folder: Path) -> dict:
     if tiny.qtype != "F32":
         source = write_gguf(folder / "source.gguf", tiny, tensors)
         own, *_ = evaluate(source, PROMPT_IDS, 0)
-        kl = kl_divergences(logits.astype(np.float64), own.astype(np.float64))
+        kl = kl_divergences(logits, own)
         golden["kl_to_f32_mean"] = float(f"{kl.mean():.4g}")
     return golden
 
