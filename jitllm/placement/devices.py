@@ -52,8 +52,10 @@ class Device:
 
     id: str
     """`host`, `cpu:1`, `cuda:0`, ..."""
-    platform: str = field(compare=False)
-    index: int = field(compare=False)
+    platform: str = field(default="cpu", compare=False)
+    index: int = field(default=0, compare=False)
+    names: tuple[str, ...] = field(default=(), compare=False)
+    """Other names a rule may use: `gpu:0`, and `cuda` or `gpu` where only one is opened."""
     budget_bytes: int | None = field(default=None, compare=False)
     """For weights, KV and slots. The host's is `-maxmem`, for weights alone; None: not limited."""
     shares_host_memory: bool = field(default=False, compare=False)
@@ -80,6 +82,20 @@ class Device:
         return self.memory()[1] if self.memory else self.budget_bytes
 
 
+def find_device(name: str, devices: Sequence[Device]) -> Device:
+    """The device among `devices` that `name` means: an id, or another of its names.
+
+    DeviceError where none is called so, or more than one.
+    """
+    found = [device for device in devices if name == device.id or name in device.names]
+    if len(found) == 1:
+        return found[0]
+    ids = ", ".join(device.id for device in found or devices)
+    if found:
+        raise DeviceError(f"{name} may be any of {ids}; write which")
+    raise DeviceError(f"{name} is not among the devices that are open ({ids}); add it to -devices")
+
+
 def default_budget(free_bytes: int) -> int:
     """What of `free_bytes` a device is given unasked: all but an eighth, of 256 MiB to 1 GiB."""
     return max(0, free_bytes - min(max(free_bytes // 8, 256 * _MIB), 1024 * _MIB))
@@ -89,6 +105,16 @@ def machine_memory() -> tuple[int, int]:
     """The machine's available and total bytes. A container's limit is the caller's to know."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
+
+
+def limit(requests: Iterable[DeviceRequest], vram_bytes: int) -> tuple[DeviceRequest, ...]:
+    """`requests` where `-vram` is the budget of every device that was given none of its own."""
+    return tuple(
+        replace(request, budget_bytes=vram_bytes)
+        if request.budget_bytes is None and str(request) != "cpu:0"
+        else request
+        for request in requests
+    )
 
 
 # The grammar
@@ -219,10 +245,15 @@ def _present(host_memory: MemoryReader) -> dict[str, list[Device]]:
 def _device(platform: str, found: Any, host_memory: MemoryReader) -> Device:
     kind = str(getattr(found, "device_kind", platform))
     shares = platform == "cpu" or any(word in kind.lower() for word in _HOST_MEMORY)
+    id = f"{platform}:{found.id}"
+    names = {"cpu": (), "gpu": (platform, "gpu", f"gpu:{found.id}")}.get(
+        found.platform, (platform,)
+    )
     return Device(
-        id=HOST if platform == "cpu" and found.id == 0 else f"{platform}:{found.id}",
+        id=HOST if id == "cpu:0" else id,
         platform=platform,
         index=found.id,
+        names=("cpu", id) if id == "cpu:0" else names,
         shares_host_memory=shares,
         kind=kind,
         memory=_memory_reader(found) or (host_memory if shares else None),

@@ -11,6 +11,8 @@ from jitllm.placement import devices
 from jitllm.placement.devices import (
     DeviceRequest,
     default_budget,
+    find_device,
+    limit,
     list_devices,
     open_devices,
     parse_devices,
@@ -80,6 +82,11 @@ def test_what_is_not_in_the_grammar_is_refused_by_name(text, sentence):
 )
 def test_a_default_budget_leaves_an_eighth_of_256_mib_to_1_gib(free_bytes, expected):
     assert default_budget(free_bytes) == expected
+
+
+def test_vram_is_the_budget_of_devices_that_have_none():
+    requests = limit(parse_devices("cpu,gpu,cpu:1=2M"), 5 * MIB)
+    assert [request.budget_bytes for request in requests] == [None, 5 * MIB, 2 * MIB]
 
 
 # A machine with two GPUs, a silent accelerator and three CPU devices, as JAX would show it.
@@ -206,6 +213,29 @@ def test_the_list_shows_every_device_under_the_id_that_opens_it(machine):
     ids = [device.id for device in list_devices()]
     assert ids == ["host", "cuda:0", "cuda:1", "npu:0", "cpu:1", "cpu:2"]
     assert _ids(",".join(f"{id}=1M" for id in ids[1:])) == ids
+
+
+def test_a_device_answers_to_its_platform_while_it_is_the_only_one(machine):
+    devices = _open("cuda:0,npu=1M,cpu:1")
+    for name, id in [
+        ("cuda:0", "cuda:0"),
+        ("gpu", "cuda:0"),
+        ("gpu:0", "cuda:0"),
+        ("cuda", "cuda:0"),
+        ("npu", "npu:0"),
+        ("cpu", "host"),
+        ("cpu:1", "cpu:1"),
+    ]:
+        assert find_device(name, devices).id == id
+    with pytest.raises(DeviceError) as refusal:
+        find_device("gpu", _open("gpu"))
+    assert str(refusal.value) == "gpu may be any of cuda:0, cuda:1; write which"
+    with pytest.raises(DeviceError) as refusal:
+        find_device("cuda:1", devices)
+    assert str(refusal.value) == (
+        "cuda:1 is not among the devices that are open (host, cuda:0, npu:0, cpu:1); "
+        "add it to -devices"
+    )
 
 
 # JAX itself, in processes of its own: what CPU devices it makes is settled once.
