@@ -260,8 +260,8 @@ class Engine:
 
     @property
     def kernels(self) -> str:
-        """Who computes: the generated kernels' tier, or the portable path and why."""
-        return self._kernels_note or self._ops.name
+        """Who computes: the generated kernels and their tier, or the portable ones and why."""
+        return self._kernels_note
 
     def _charge_activations(self, n_bytes: int) -> None:
         """XLA's temporaries of the largest step: only one step runs at a time."""

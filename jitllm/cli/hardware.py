@@ -31,6 +31,7 @@ def hardware(*, json: bool = False) -> None:
 
 def describe() -> dict[str, Any]:
     """The facts that `hardware` prints. Sizes in bytes; None where there is no limit or no word."""
+    from jitllm.kernels.ops import choose
     from jitllm.paging.budget import automatic_budget, memory_limits, usable_cores
     from jitllm.placement.devices import list_devices
 
@@ -43,7 +44,7 @@ def describe() -> dict[str, Any]:
         "memory_available_bytes": memory.available_bytes,
         "cgroup_limit_bytes": memory.cgroup_limit_bytes,
         "automatic_budget_bytes": automatic_budget(),
-        "kernels": kernels(),
+        "kernels": choose("cpu")[1],
         "devices": [
             {
                 "id": device.id,
@@ -66,18 +67,6 @@ def cpu_name() -> str:
         return names.get("model name") or names["Model"]
     except (OSError, KeyError):
         return platform.processor() or platform.machine()
-
-
-def kernels() -> str:
-    """Who computes on the host: the tier of the generated kernels, or the portable path and why."""
-    from jitllm.kernels.ops import choose
-
-    ops, note = choose("cpu")
-    if ops.name != "cpu":
-        return note
-    from jitllm.kernels.cpu.compile import tier
-
-    return f"generated for {tier().name}"
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -76,7 +76,8 @@ def ops(name: str) -> Ops:
 
 
 def choose(platform: str) -> tuple[Ops, str]:
-    """The implementation for a JAX platform, and a note on why where it is not the fastest.
+    """The implementation for a JAX platform, and what it is: the tier it was generated for, or why
+    it is the portable one.
 
     `JITLLM_KERNELS=xla` asks for the portable one; so does a machine the generator does not know.
     """
@@ -88,6 +89,8 @@ def choose(platform: str) -> tuple[Ops, str]:
     if platform != "cpu":
         return ops("xla"), f"portable XLA (no generated kernels for {platform})"
     try:
-        return ops("cpu"), ""
+        from jitllm.kernels.cpu.compile import tier
+
+        return ops("cpu"), f"generated for {tier().name}"
     except ImportError as error:
         return ops("xla"), f"portable XLA ({error})"

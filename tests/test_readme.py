@@ -1,0 +1,50 @@
+"""The README and the program say the same."""
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+from jitllm.cli.jitllm import COMMANDS
+from jitllm.kernels.qtypes import QTYPES
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def table(title: str) -> list[list[str]]:
+    """The cells of a section's table, without its header."""
+    rows = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+
+
+def test_the_table_of_commands_is_the_program_s():
+    assert table("Commands") == [
+        [
+            f"`{command.example.splitlines()[0]}`",
+            inspect.getdoc(command.function).partition("\n")[0],
+        ]
+        for command in COMMANDS
+    ]
+
+
+def test_every_dependency_has_its_reason_and_no_other_is_named():
+    named = {name.strip() for packages, _ in table("Dependencies") for name in packages.split(",")}
+    declared = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}
+    assert named == declared
+
+
+def test_the_optional_packages_are_named():
+    for lines in PROJECT["optional-dependencies"].values():
+        for line in lines:
+            assert re.match(r"[\w-]+", line)[0] in section("Dependencies")
+
+
+def test_the_weight_types_are_the_engine_s():
+    named = re.search(r"- Weights: ([\w, \n]+), in any mixture", section("What it reads"))[1]
+    assert re.split(r",\s+", named) == list(QTYPES)
