@@ -40,16 +40,19 @@ class Applied:
     """What a budget came to."""
 
     budget_bytes: int
-    frame_bytes: int
-    """What the frames of the cycle take once they are filled."""
     fixed_bytes: int
-    """What everything else under the budget takes."""
+    """Taken by what is not a page of the cycle: the dense page, the embedding's look-ups."""
+    frame_bytes: int
+    """Taken by the frames of the cycle's pages, once they are filled."""
     n_pages: int
     n_resident: int
     """Pages of the cycle in memory at once."""
+    n_resident_blocks: int
     n_pinned: int
     n_moving: int
+    """Frames through which the other pages pass: none, one or two."""
     page_ins_per_pass: int
+    page_in_bytes_per_pass: int
     evicted: int
     """Pages that gave up their place for this change."""
 

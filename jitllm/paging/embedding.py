@@ -41,6 +41,15 @@ class EmbeddingUnits:
     row: np.ndarray
 
 
+@dataclass
+class _Run:
+    """Sectors from `start` to `end` of the file, and the (place, offset) of the units in them."""
+
+    start: int
+    end: int
+    units: list[tuple[int, int]]
+
+
 class EmbeddingReader:
     """Looks up rows of a container's embedding, a staging buffer at a time."""
 
@@ -51,11 +60,11 @@ class EmbeddingReader:
         """Read for look-ups so far, in whole sectors, and waited for."""
         if self._table is None:
             return
-        ledger.charge("weights", container.row_hashes.nbytes, container.row_hashes)
+        self._hashes = ledger.charge("weights", container.row_hashes.nbytes)
         area = _area_bytes(container)
         memory, _ = aligned_memory(2 * area, ledger)
         self._read_area = memoryview(memory)[:area]
-        n_units = area // _unit_span(container)
+        n_units = area // self._table.unit_bytes
         gathered = np.frombuffer(memory, np.uint8, n_units * self._table.unit_bytes, area)
         self._gathered = gathered.reshape(n_units, self._table.unit_bytes)
         self._first_units = [slab.first_row // self._table.unit_rows for slab in self._table.slabs]
@@ -80,7 +89,9 @@ class EmbeddingReader:
 
     def close(self) -> None:
         """Let go of the staging buffer."""
-        self._read_area = self._gathered = None
+        if self._table is not None:
+            self._hashes.release()
+            self._read_area = self._gathered = None
 
     def _fill(self, units: np.ndarray, holder: Holder) -> None:
         """Gather the units, ascending, slab by slab: resident ones are copied, others read."""
@@ -105,24 +116,34 @@ class EmbeddingReader:
 
     def _read(self, absent: list[tuple[int, int]]) -> None:
         """Read units into the places of `_gathered` given, from ascending offsets in the file."""
-        width, runs, found = self._table.unit_bytes, [], []
+        runs: list[_Run] = []
         for place, offset in absent:
-            start, end = _floor(offset), _ceil(offset + width)
-            if not runs or start > runs[-1][1]:
-                runs.append([start, end, runs[-1][2] + runs[-1][1] - runs[-1][0] if runs else 0])
-            runs[-1][1] = end
-            found.append((place, runs[-1][2] + offset - runs[-1][0]))
-        segments = [(start, self._read_area[at : at + end - start]) for start, end, at in runs]
+            start, end = _floor(offset), _ceil(offset + self._table.unit_bytes)
+            if not runs or start > runs[-1].end:
+                runs.append(_Run(start, start, []))
+            if sum(run.end - run.start for run in runs) + end - runs[-1].end > len(self._read_area):
+                self._read_runs(runs)
+                runs = [_Run(start, start, [])]
+            runs[-1].end = end
+            runs[-1].units.append((place, offset))
+        self._read_runs(runs)
+
+    def _read_runs(self, runs: list["_Run"]) -> None:
+        """Read runs of sectors side by side, and put their units where they belong."""
+        at, segments, found = 0, [], []
+        for run in (run for run in runs if run.units):
+            segments.append((run.start, self._read_area[at : at + run.end - run.start]))
+            found += [(place, at + offset - run.start) for place, offset in run.units]
+            at += run.end - run.start
         begun, read = time.perf_counter(), self._reader.read(segments)
         self.n_bytes += read.n_bytes
         try:
             read.wait()
         finally:
-            # Even when interrupted: the area is not to be used again while bytes still arrive.
-            read.check()
             self.blocked_s += time.perf_counter() - begun
         for place, at in found:
-            self._gathered[place] = np.frombuffer(self._read_area, np.uint8, width, at)
+            unit = np.frombuffer(self._read_area, np.uint8, self._table.unit_bytes, at)
+            self._gathered[place] = unit
 
     def _check(self, units: np.ndarray, places: np.ndarray) -> None:
         wrong = unit_hashes(self._gathered[places]) != self._container.row_hashes[units[places]]

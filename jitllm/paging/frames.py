@@ -103,10 +103,9 @@ class FrameTable:
     @property
     def can_place(self) -> bool:
         """Some page that is not here could be."""
-        own_missing = len(self._pinned) < len(self._own)
-        return own_missing or len(self._moving) < self._n_moving or any(
-            frame.free for frame in self._moving
-        )  # fmt: skip
+        n_own = sum(frame.page is not None for frame in self._pinned.values())
+        unmade = n_own < len(self._own) or len(self._moving) < self._n_moving
+        return unmade or any(frame.free for frame in self._moving)
 
     def owns(self, page: int) -> bool:
         """The page has, or will have, a frame of its own."""
@@ -114,7 +113,9 @@ class FrameTable:
 
     def find(self, page: int) -> Frame | None:
         """The frame that holds the page, or is being filled with it."""
-        return self._pinned.get(page) or next((f for f in self._moving if f.page == page), None)
+        own = self._pinned.get(page)
+        candidates = self._moving if own is None else (own,)
+        return next((frame for frame in candidates if frame.page == page), None)
 
     def place(self, page: int, now: bool) -> Frame | None:
         """A frame for `page`, which is nowhere yet; None: all are in use.
@@ -122,7 +123,8 @@ class FrameTable:
         `now`: in place of a page that was read ahead, if need be.
         """
         if page in self._own:
-            frame = self._pinned[page] = Frame(self._page_bytes[page], self._ledger, pinned=True)
+            frame = self._pinned.get(page) or Frame(self._page_bytes[page], self._ledger, True)
+            self._pinned[page] = frame
         elif len(self._moving) < self._n_moving:
             frame = Frame(self._moving_bytes, self._ledger, pinned=False)
             self._moving.append(frame)
@@ -135,13 +137,6 @@ class FrameTable:
             self._evict(frame)
         frame.page = page
         return frame
-
-    def drop(self, frame: Frame) -> None:
-        """Give up a frame whose page came wrong."""
-        if frame.pinned:
-            self._pinned.pop(frame.page, None)
-            frame.views.clear()
-        frame.forget()
 
     def rearrange(
         self, own: frozenset[int], n_moving: int, moving_bytes: int, order: Sequence[int]
@@ -168,6 +163,12 @@ class FrameTable:
             frame.pinned = frame.page in own
             frame.shrink(self._page_bytes[frame.page] if frame.pinned else moving_bytes)
         return self.n_evicted - evicted
+
+    def forget_failed(self) -> None:
+        """Pages that were read ahead in vain are not here: they may be tried again."""
+        for frame in self.frames:
+            if frame.read is not None and frame.read.checked:
+                frame.settle()
 
     def clear(self) -> None:
         """Let go of every frame, when nothing reads any more."""

@@ -51,7 +51,7 @@ __all__ = ["Applied", "Pager", "PagerCounters", "fixed_bytes"]
 _READ_AHEAD_REQUESTS = 2 * N_IN_FLIGHT
 """Requests under way from which on pages that are read only once are not read further ahead."""
 _PASSES_BETWEEN_CHOICES = 8
-_WORTH_CHANGING = 0.9
+_WORTH_CHANGING = 0.85
 """Another number of moving frames is taken where it brings a pass below this part of its time."""
 
 
@@ -95,7 +95,7 @@ class Pager:
             raise
 
     @property
-    def full_bytes(self) -> int:
+    def all_resident_bytes(self) -> int:
         """The smallest budget with which no page is ever read twice."""
         embed = sum(self.container.pages[page].n_bytes for page in self.container.pages_of("embed"))
         return self.fixed_bytes + sum(self._cycle_bytes) + embed
@@ -120,6 +120,11 @@ class Pager:
         return self.arrangement.n_resident
 
     @property
+    def resident_bytes(self) -> int:
+        """Allocated now under the budget."""
+        return self._ledger.used("weights")
+
+    @property
     def direct(self) -> bool:
         """Reads go past the page cache."""
         return self._reader.direct
@@ -133,6 +138,7 @@ class Pager:
             self._order = self.cycle if pages is None else tuple(pages)
             self._index = {page: position for position, page in enumerate(self._order)}
             self._position = -1
+            self._frames.forget_failed()
             self._advance()
             begun, blocked_s = time.perf_counter(), self._blocked_s
             yield
@@ -244,7 +250,7 @@ class Pager:
     def _arrange(self, budget_bytes: int, arrangement: Arrangement) -> int:
         """Put an arrangement in force; returns the number of pages evicted."""
         own = {*self.container.pages_of("dense"), *self.cycle[: arrangement.n_pinned]}
-        if budget_bytes >= self.full_bytes:
+        if budget_bytes >= self.all_resident_bytes:
             own.update(self.container.pages_of("embed"))
         moving = arrangement.n_moving, arrangement.moving_bytes
         evicted = self._frames.rearrange(frozenset(own), *moving, self.cycle)
@@ -255,17 +261,19 @@ class Pager:
         return evicted
 
     def _applied(self, evicted: int) -> Applied:
-        a = self.arrangement
+        now = self.arrangement
         return Applied(
-            self.budget_bytes,
-            a.n_bytes,
-            self.fixed_bytes,
-            a.n_pages,
-            a.n_resident,
-            a.n_pinned,
-            a.n_moving,
-            a.page_ins_per_pass,
-            evicted,
+            budget_bytes=self.budget_bytes,
+            fixed_bytes=self.fixed_bytes,
+            frame_bytes=now.n_bytes,
+            n_pages=now.n_pages,
+            n_resident=now.n_resident,
+            n_resident_blocks=min(now.n_resident, len(self.container.pages_of("block"))),
+            n_pinned=now.n_pinned,
+            n_moving=now.n_moving,
+            page_ins_per_pass=now.page_ins_per_pass,
+            page_in_bytes_per_pass=sum(self._cycle_bytes[now.n_pinned :]),
+            evicted=evicted,
         )
 
     def _measure(self, compute_s: float) -> None:
@@ -336,14 +344,14 @@ class Pager:
             event()
         except Exception:
             self.generation += 1
-            self._frames.drop(frame)
+            frame.forget()
             raise
         finally:
             self._counters.blocked_s += time.perf_counter() - begun
 
     def _advance(self) -> None:
         """Read ahead: the pages that come next, in order, as far as there are frames for them."""
-        if not self._frames.can_place:
+        if not (self._gate.is_mine and self._frames.can_place):
             return
         for page in chain(self._order[self._position + 1 :], self.cycle):
             frame = self._frames.find(page)

@@ -66,7 +66,8 @@ class Read:
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise self._error
+            # A traceback would keep alive the buffers that it passed.
+            raise self._error.with_traceback(None)
 
     def _next(self) -> Segment | None:
         with self._lock:
@@ -90,7 +91,7 @@ class Read:
             if self._error is None and self._verify is not None:
                 self._verify()
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)
         finally:
             # What refers to a frame would keep its memory alive.
             self._segments, self._verify = iter(()), None
@@ -135,7 +136,7 @@ class Reader:
             except OSError as failure:
                 error = JitllmError(f"{self.path} cannot be read: {failure.strerror}")
             except Exception as failure:  # a waiter must hear of anything, or it waits for ever
-                error = failure
+                error = failure.with_traceback(None)
             del segment
             read._done(error)
 

@@ -64,3 +64,9 @@ def write_toy(path: Path, force: bool = False, seed: int = 0, **plan) -> tuple[P
             writer.write_page(page, [(t.name, weights[t.key]) for t in placed])
         writer.finish()
     return path, weights
+
+
+def kernel_read_bytes() -> int:
+    """Bytes that the kernel says this process has read from disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
