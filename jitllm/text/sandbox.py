@@ -9,7 +9,7 @@ is not on the lists of what there is. A template is small and quick; these bound
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -27,7 +27,9 @@ from jinja2.utils import Namespace
 MAX_SIZE = 1 << 22
 """Of one value: characters, plus one for each thing in it."""
 MAX_STEPS = 1_000_000
-MAX_SECONDS = 2.0
+"""Turns of loops and calls."""
+MAX_SECONDS = 1.0
+"""Of this thread's processor time."""
 MAX_COUNT = 10_000
 """Of the numbers that `batch` and `slice` make things from."""
 MAX_INT_BITS = 4096
@@ -64,19 +66,29 @@ class Refusal(jinja2.TemplateError):
 
 
 class _Allowance:
-    def __init__(self, size: int):
-        self.size, self.steps = size, MAX_STEPS
-        self.deadline = time.monotonic() + MAX_SECONDS
+    """What one rendering may still use up."""
 
-    def step(self) -> str:
+    def __init__(self, size: int):
+        self.size, self.total, self.steps = size, 16 * size, MAX_STEPS
+        self.deadline = time.thread_time() + MAX_SECONDS
+
+    def step(self) -> None:
+        """Counts a loop's turn or a call."""
         self.steps -= 1
-        if self.steps < 0 or time.monotonic() > self.deadline:
+        if self.steps < 0 or time.thread_time() > self.deadline:
             raise LimitError("it does not come to an end")
-        return ""
 
     def check(self, size: float) -> None:
+        """Before a value of this size is made."""
         if size > self.size:
             raise LimitError(_TOO_LARGE)
+
+    def made(self, value: Any) -> Any:
+        """Measures and counts `value`, new or not."""
+        _size(value, self.size)
+        self.total -= len(value) if isinstance(value, Sized) else 1
+        self.check(0 if self.total > 0 else math.inf)
+        return value
 
 
 _allowance: ContextVar[_Allowance] = ContextVar("allowance")
@@ -112,8 +124,7 @@ def _size(value: Any, most: float = math.inf) -> int:
 
 
 def _sized(value: Any) -> Any:
-    _size(value, _allowance.get().size)
-    return value
+    return _allowance.get().made(value)
 
 
 def _concat(parts: Iterable[Any]) -> str:
@@ -123,11 +134,11 @@ def _concat(parts: Iterable[Any]) -> str:
         size += len(text)
         allowance.check(size)
         texts.append(text)
-    return "".join(texts)
+    return allowance.made("".join(texts))
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(_sized(value))
+    return value if isinstance(value, str) else _sized(str(_sized(value)))
 
 
 # Asking for the context keeps Jinja from calling this on constants, before there are limits.
@@ -217,9 +228,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def step(self) -> str:
-        """Counted: once around a loop."""
-        return _allowance.get().step()
+    def step(self) -> None:
+        """Called at every turn of a loop, because calls are counted."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of plain values, the methods on the list; of Jinja's own, what the sandbox allows."""
