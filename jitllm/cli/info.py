@@ -9,7 +9,7 @@ from typing import Any
 from jitllm.cli.terminal import columns
 from jitllm.units import format_size
 
-_WIDTH = 100
+_WIDTH, _SHOWN_VALUES = 100, 4
 
 
 def info(file: Path, /, *, json: bool = False) -> None:
@@ -122,13 +122,13 @@ def _type_rows(tensors: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def _short(value: Any) -> str:
     """One line: a long text or list by its beginning and its length."""
+    if isinstance(value, list) and len(value) > _SHOWN_VALUES:
+        shown = ", ".join(_short(item) for item in value[:_SHOWN_VALUES])
+        return f"{shown[:_WIDTH]}, ... ({len(value)} values)"
     if isinstance(value, list):
-        shown = ", ".join(_short(item) for item in value[:4])
-        return shown if len(value) <= 4 else f"{shown}, ... ({len(value)} values)"
-    if not isinstance(value, str):
-        return str(value)
-    text = printable(value)
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... ({len(value)} characters)"
+        return ", ".join(map(_short, value)) or "none"
+    text = printable(str(value))
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... ({len(text)} characters)"
 
 
 def printable(text: str) -> str:

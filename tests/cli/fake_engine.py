@@ -100,7 +100,7 @@ class FakeEngine:
 
     def chat(self, messages: list[dict[str, str]], **options: object) -> FakeGeneration:
         self.calls.append(("chat", messages, options))
-        return self.reply(messages[-1]["content"])
+        return self.reply(messages[-1]["content"], self.delay_s)
 
     def session(self) -> FakeSession:
         return FakeSession(self)

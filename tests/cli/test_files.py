@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jitllm.cli.info import printable
 from tests.tiny_models import write_tiny
 
 
@@ -111,9 +112,14 @@ def test_info_as_json_holds_every_tensor(cli, request, name):
     assert facts["n_bytes"] == request.getfixturevalue(name).stat().st_size
 
 
-def test_info_never_lets_a_file_drive_the_terminal(cli, tmp_path):
-    from jitllm.cli.info import printable
+def test_info_shows_long_values_by_their_beginning_and_length(cli, gguf):
+    lines = cli("info", str(gguf)).out.splitlines()
+    tokens = next(line for line in lines if line.split()[:1] == ["tokenizer.ggml.tokens"])
+    assert tokens.endswith(" values)")
+    assert max(map(len, lines)) < 200
 
+
+def test_info_never_lets_a_file_drive_the_terminal():
     assert printable("a\x1b[31mb\x9bc\nd") == r"a\x1b[31mb\x9bc\nd"
 
 

@@ -1,6 +1,9 @@
 """`jitllm run` on an engine that reverses words: what goes where, and with which exit code."""
 
 import json
+import signal
+import subprocess
+import sys
 
 from jitllm.cli.options import EngineOptions
 
@@ -95,3 +98,15 @@ def test_a_size_that_is_none_is_a_usage_error(cli, engine):
     assert outcome.err == (
         "jitllm: size '4 quarts' is not a number of bytes; write e.g. 400K, 1.5G or 2GiB\n"
     )
+
+
+def test_ctrl_c_ends_the_run_with_130_and_no_traceback():
+    command = [sys.executable, "-m", "tests.cli.fake_engine", "run", "-chat", "m.jlm", "a " * 200]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.read(1) == "a"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out.endswith("\n")
+    assert "Traceback" not in err
