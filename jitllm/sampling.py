@@ -33,6 +33,8 @@ _INTERVALS = {
     "min_p": Interval(float, 0, 1, "[0, 1]"),
     "repeat_penalty": Interval(float, 0, math.inf, "(0, inf)", open_low=True),
     "repeat_last_n": Interval(int, 0, math.inf, "[0, inf)"),
+    "presence_penalty": Interval(float, -2, 2, "[-2, 2]"),
+    "frequency_penalty": Interval(float, -2, 2, "[-2, 2]"),
     "seed": Interval(int, -(2**63), 2**64 - 1, "[-2^63, 2^64)"),
 }
 _OPTIONAL = ("n", "seed")
@@ -40,8 +42,8 @@ _OPTIONAL = ("n", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen, and how many. The steps come in llama.cpp's order: repeat
-    penalty, top-k, top-p, min-p, temperature, draw."""
+    """How the next token is chosen, and how many. The steps come in llama.cpp's order: penalties,
+    top-k, top-p, min-p, temperature, draw."""
 
     n: int | None = None
     """New tokens at most; absent: to the end of the reply or of the context."""
@@ -57,6 +59,10 @@ class SamplingParams:
     """Make tokens of the recent text less likely by this factor; 1 is off."""
     repeat_last_n: int = 64
     """How many tokens back the repeat penalty looks; 0 is off."""
+    presence_penalty: float = 0.0
+    """Take this off the logit of every token that the reply already has; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Take this off a token's logit for each time that the reply already has it; 0 is off."""
     seed: int | None = None
     """Seed of the draws; absent: another one each time."""
 

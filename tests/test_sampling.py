@@ -24,6 +24,8 @@ _REFUSED = [
     ("min_p", -0.01, _NUMBER, "[0, 1]"),
     ("repeat_penalty", 0, _NUMBER, "(0, inf)"),
     ("repeat_last_n", -1, _WHOLE, "[0, inf)"),
+    ("presence_penalty", 2.1, _NUMBER, "[-2, 2]"),
+    ("frequency_penalty", -2.1, _NUMBER, "[-2, 2]"),
     ("seed", 2**64, _WHOLE, "[-2^63, 2^64)"),
 ]
 
@@ -49,6 +51,8 @@ def test_the_defaults_are_the_documented_ones():
         "min_p": 0.05,
         "repeat_penalty": 1.0,
         "repeat_last_n": 64,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "seed": None,
     }
 

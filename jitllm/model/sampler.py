@@ -15,6 +15,14 @@ _N_LANES = 64
 _FIRST_GUESS = 256
 
 
+class Logprobs(NamedTuple):
+    """How likely one token was, and the likeliest ones: natural logarithms of probabilities."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(id, logprob), likeliest first."""
+
+
 class Candidates(NamedTuple):
     """Tokens still in play: `ids` int[C] and their `logits` f32[C]."""
 
@@ -36,13 +44,18 @@ def sample(
     params: SamplingParams,
     rng: np.random.Generator,
     history: Sequence[int] = (),
+    n_prompt: int = 0,
 ) -> int:
-    """The id that follows, for `logits` f32[V] and the ids so far in `history`.
+    """The id that follows, for `logits` f32[V] and the ids so far in `history`, of which the first
+    `n_prompt` are the prompt's.
 
     Raises `JitllmError` when the logits hold NaN or infinity: no choice would mean anything.
     """
     recent = history[-params.repeat_last_n :] if params.repeat_last_n else ()
     logits = apply_repeat_penalty(logits, recent, params.repeat_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        penalties = params.presence_penalty, params.frequency_penalty
+        logits = apply_count_penalties(logits, history[n_prompt:], *penalties)
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
         raise JitllmError(
@@ -59,6 +72,18 @@ def sample(
     return int(candidates.ids[min(drawn, len(weights) - 1)])
 
 
+def logprobs(logits: np.ndarray, chosen: int, n_top: int) -> Logprobs:
+    """What the model itself says, for `logits` f32[V]: before penalties, filters, temperature."""
+    exact = logits.astype(np.float64)
+    peak = exact.max()
+    total = peak + np.log(np.exp(exact - peak).sum())
+    everything = Candidates(np.arange(len(logits), dtype=np.int32), logits)
+    top = apply_top_k(everything, n_top).ids if n_top else ()
+    return Logprobs(
+        float(exact[chosen] - total), tuple((int(i), float(exact[i] - total)) for i in top)
+    )
+
+
 def apply_repeat_penalty(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
     """Logits f32[V] with the `recent` ids pushed down: divided by `penalty` where positive, else
     multiplied (Keskar et al. 2019, CTRL, section 4.1). The input is never changed."""
@@ -68,6 +93,19 @@ def apply_repeat_penalty(logits: np.ndarray, recent: Sequence[int], penalty: flo
     logits = logits.copy()
     seen = logits[ids]
     logits[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+    return logits
+
+
+def apply_count_penalties(
+    logits: np.ndarray, reply: Sequence[int], presence: float, frequency: float
+) -> np.ndarray:
+    """Logits f32[V] less `presence` + `frequency` * count for each id that the `reply` has `count`
+    times (OpenAI API reference, "Frequency and presence penalties"). The input is never changed."""
+    if len(reply) == 0:
+        return logits
+    ids, counts = np.unique(np.asarray(reply), return_counts=True)
+    logits = logits.copy()
+    logits[ids] -= (presence + frequency * counts).astype(np.float32)
     return logits
 
 

@@ -34,7 +34,8 @@ def test_the_flags_reach_the_engine(cli, engine):
         "generate",
         "x",
         {"n": 16, "temp": 0.0, "top_k": 7, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0,
-         "repeat_last_n": 64, "seed": -1, "stop": ("a", "b")},
+         "repeat_last_n": 64, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": -1,
+         "stop": ("a", "b")},
     )  # fmt: skip
 
 

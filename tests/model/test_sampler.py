@@ -8,10 +8,12 @@ import pytest
 from jitllm.errors import JitllmError
 from jitllm.model.sampler import (
     Candidates,
+    apply_count_penalties,
     apply_min_p,
     apply_repeat_penalty,
     apply_top_k,
     apply_top_p,
+    logprobs,
     make_rng,
     sample,
 )
@@ -84,6 +86,31 @@ def test_the_repeat_penalty_looks_back_no_further_than_repeat_last_n():
     assert sample(logits, SamplingParams(**greedy, repeat_last_n=2), rng, [0, 2, 2]) == 0
     assert sample(logits, SamplingParams(**greedy, repeat_last_n=3), rng, [0, 2, 2]) == 1
     assert sample(logits, SamplingParams(**greedy, repeat_last_n=0), rng, [0, 0, 0]) == 0
+
+
+def test_presence_counts_once_and_frequency_every_time():
+    logits = np.array([2.0, 1.0, 0.0], np.float32)
+    # id 0 three times: 2 - 0.5 - 3 * 0.25; id 2 once: 0 - 0.5 - 0.25
+    assert apply_count_penalties(logits, [0, 2, 0, 0], 0.5, 0.25).tolist() == [0.75, 1.0, -0.75]
+    assert logits.tolist() == [2.0, 1.0, 0.0]
+
+
+def test_presence_and_frequency_look_at_the_reply_and_not_at_the_prompt():
+    logits = np.array([3.0, 2.5, 0.0], np.float32)
+    greedy = SamplingParams(temp=0, presence_penalty=1.0)
+    assert sample(logits, greedy, make_rng(0), [0, 0], n_prompt=2) == 0
+    assert sample(logits, greedy, make_rng(0), [0, 0], n_prompt=1) == 1
+    negative = SamplingParams(temp=0, frequency_penalty=-0.3)
+    assert sample(logits, negative, make_rng(0), [1, 1], n_prompt=0) == 1
+
+
+def test_logprobs_are_the_logarithms_of_the_model_s_probabilities():
+    found = logprobs(EIGHTHS, 2, 2)
+    assert np.isclose(found.chosen, np.log(1 / 8))
+    assert [i for i, _ in found.top] == [3, 1]
+    assert np.allclose([p for _, p in found.top], np.log([1 / 2, 1 / 4]))
+    assert logprobs(EIGHTHS, 3, 0).top == ()
+    assert np.isclose(sum(np.exp(p) for _, p in logprobs(EIGHTHS, 0, 4).top), 1)
 
 
 def test_temperature_zero_takes_the_lowest_id_of_the_likeliest():
