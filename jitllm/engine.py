@@ -10,26 +10,33 @@ Here model, paging, placement and text meet; none of them knows the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import numpy as np
 
 from jitllm.catalog import cache_dir, resolve
 from jitllm.errors import FormatError, UsageError
-from jitllm.executor import Executor
-from jitllm.kernels.ops import choose
+from jitllm.executor import CHUNK_TOKENS, Executor, Feed
+from jitllm.kernels.ops import set_threads
 from jitllm.model.config import ModelConfig
-from jitllm.model.kvcache import DTYPES, empty_cache, kv_bytes
-from jitllm.paging.budget import Ledger, LedgerReport, automatic_budget
+from jitllm.model.kvcache import DTYPES, KVCache, empty_cache, kv_bytes
+from jitllm.model.weights import vectors
+from jitllm.paging.budget import Charge, Ledger, LedgerReport, automatic_budget
 from jitllm.paging.container import Container, remake
+from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
+from jitllm.placement.devices import Device, machine_memory, open_devices, parse_devices
+from jitllm.placement.plan import Plan
+from jitllm.placement.planner import move, plan
+from jitllm.placement.rules import Profile, override
 from jitllm.reports import MemoryReport
+from jitllm.residence import Residence, host_cycle, page_layout
 from jitllm.sampling import SamplingParams
 from jitllm.session import Generation, Session
-from jitllm.steps import KVCache, Steps
 from jitllm.text import ChatTemplate, Tokenizer
 from jitllm.units import parse_size
 
@@ -50,7 +57,12 @@ class EngineStats:
     n_pages: int
     ledger: LedgerReport
     counters: PagerCounters
-    blocks_executed: int
+    blocks_executed: dict[str, int]
+    """By device id."""
+    n_seams: int
+    """Times that activations went from one device to another."""
+    n_moves: int
+    """Times that blocks changed their place."""
     steps_compiled: int
 
 
@@ -69,21 +81,41 @@ class Engine:
         max_seq: int | None,
         kv: str,
         check_hashes: bool,
+        profile: Profile,
+        devices: Sequence[Device],
     ):
         """`container` under `budget_bytes` (None: automatic). `Engine.open` is the way in."""
         self.config = _config(container)
         self.max_seq = _max_seq(self.config, max_seq)
-        self.kv_dtype = kv
-        self._container = container
-        self._automatic = budget_bytes is None
-        self.ledger = Ledger()
-        self.device = jax.devices("cpu")[0]
-        self._ops, self._kernels_note = choose(self.device.platform)
+        self.kv_dtype, self.profile = kv, profile
+        self._container, self._automatic = container, budget_bytes is None
         budget = automatic_budget() if budget_bytes is None else budget_bytes
-        self._pager = Pager(container, budget, self.ledger, check_hashes=check_hashes)
-        self._steps = Steps(self.config, self._ops, self._charge_activations)
+        host, *others = devices
+        self.devices = (replace(host, budget_bytes=budget), *others)
+        """Where blocks can be: the host, then what `-devices` opened."""
+        self.plan = plan(
+            container.pages, self.devices, profile, self._kv_sizes(), self._workspace_bytes()
+        )
+        self.ledger, self.n_moves = Ledger(), 0
+        self._gate, self._sessions = StepGate(), WeakSet[Session]()
+        self._pager = Pager(
+            container,
+            budget,
+            self.ledger,
+            check_hashes=check_hashes,
+            cycle=host_cycle(container, self.plan),
+        )
+        self._residence = Residence(container, self._pager, self.devices, self.config, self.ledger)
+        self._residence.follow(self.plan)
+        dense = self._pager.dense_frame
         self._executor = Executor(
-            self.config, container, self._pager, self._ops, self._steps, self.device
+            self.config,
+            container,
+            self._pager,
+            self._residence.places,
+            self.plan,
+            vectors(dense.data, page_layout(container, container.pages_of("dense")[0])),
+            self._gate,
         )
         self.tokenizer = Tokenizer(container.metadata["tokenizer"])
         self._scratch: Session | None = None
@@ -94,7 +126,9 @@ class Engine:
         model: str | Path,
         *,
         maxmem: int | str | None = None,
-        devices: str = "auto",
+        devices: str | None = None,
+        profile: Profile | None = None,
+        vram: int | None = None,
         max_seq: int | None = None,
         kv: str = "f16",
         threads: int | None = None,
@@ -105,24 +139,30 @@ class Engine:
         """Open a container, a GGUF (converted once into the cache) or a catalog name.
 
         `maxmem` is the host budget for weights, bytes or text ("400K"); None takes 80 % of the
-        memory that is free. `max_seq` is the context in tokens (None: the model's, at most 4096),
-        `kv` the type of the cache, `f16` or `f32`. `say` hears what takes time, `progress` how
-        far it is. Raises JitllmError in one sentence; nothing is allocated then.
+        memory that is free. `devices` is as in `-devices` (None: the profile's, or auto),
+        `profile` says what goes on them, `vram` is the budget of those without one of their own.
+        `max_seq` is the context in tokens (None: the model's, at most 4096), `kv` the type of the
+        cache, `f16` or `f32`, `threads` the CPU's (None: its physical cores). `say` hears what
+        takes time, `progress` how far it is. JitllmError says in one sentence why it cannot be.
         """
         if kv not in DTYPES:
             raise UsageError(f"kv is {kv!r}; it can be {' or '.join(DTYPES)}")
         if isinstance(maxmem, str):
             maxmem = parse_size(maxmem)
-        _check_devices(devices)
+        profile = override(profile or Profile(), devices=devices)
+        opened = _open_devices(profile, vram)
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         path = resolve(str(model), say=say or quiet, progress=progress or quiet)
         _enable_compilation_cache()
+        set_threads(threads)
         return cls(
             Container.open(path),
             budget_bytes=maxmem,
             max_seq=max_seq,
             kv=kv,
             check_hashes=check_hashes,
+            profile=profile,
+            devices=opened,
         )
 
     def __enter__(self) -> Engine:
@@ -136,7 +176,7 @@ class Engine:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-        self._executor.close()
+        self._residence.close()
         self._pager.close()
 
     # Text in, text out
@@ -188,22 +228,51 @@ class Engine:
 
     def session(self) -> Session:
         """A conversation of its own, with its KV cache allocated; close it after use."""
-        charge = self.ledger.charge("kv", self._kv_bytes())
-        kvs = [
-            empty_cache(spec.attention, self.max_seq, self.kv_dtype, self.device)
-            for spec in self.config.blocks
-        ]
-        return Session(self, kvs, charge)
+        session = Session(self, *self._empty_kv())
+        self._sessions.add(session)
+        return session
 
-    def forward(
-        self, ids: Sequence[int], kvs: list[KVCache], position: int, rows: str
-    ) -> np.ndarray:
-        """One pass: append `ids` at `position` of the caches; the logits of `last` or `all` rows.
+    def forward(self, feed: Feed, rows: str) -> np.ndarray:
+        """Append the tokens of `feed`; the logits of its `last` row f32[V], or of `all` f32[T, V].
 
-        Where it fails the caches hold nothing new before `position`, and it can be done again.
+        Where it fails, the caches before the feed's position are untouched, and it can be done
+        again.
         """
         run = {"last": self._executor.prefill, "all": self._executor.logits}[rows]
-        return run(ids, kvs, position)
+        return run(feed)
+
+    def decode(self, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
+        """One pass for several conversations: append `ids[b]` to `sessions[b]`; logits f32[B, V].
+
+        Each row is what the conversation alone would get, bit for bit.
+        """
+        feeds = [session.feed([token]) for session, token in zip(sessions, ids, strict=True)]
+        logits = self._executor.decode(feeds)
+        for session, token in zip(sessions, ids, strict=True):
+            session.tokens.append(token)
+        return logits
+
+    # Placement
+
+    def move(self, first: int, last: int, to: str) -> None:
+        """Bring blocks `first` to `last`, with the KV of every session, to the device `to`.
+
+        Between two passes; the ids do not change. BudgetError with the missing bytes,
+        DeviceError, or UsageError for a pinned block: nothing has moved then.
+        """
+        with self._gate.change():
+            self._follow(move(self.plan, first, last, to))
+
+    def _follow(self, new: Plan) -> None:
+        sessions = list(self._sessions)
+        self._residence.follow(new)
+        for part in new.blocks:
+            if part.kv_device != self.plan.blocks[part.index].kv_device:
+                device, ledger = self._residence.kv_home(part)
+                for session in sessions:
+                    session.move_kv(part.index, device, ledger)
+        self.plan = self._executor.plan = new
+        self.n_moves += 1
 
     # Memory
 
@@ -226,9 +295,9 @@ class Engine:
             budget_bytes=applied.budget_bytes,
             automatic=self._automatic,
             weights_bytes=sum(page.n_bytes for page in pages),
-            kv_bytes=self._kv_bytes(),
+            kv_bytes=sum(self._kv_sizes()),
             pages_bytes=applied.budget_bytes - applied.fixed_bytes,
-            over_bytes=max(0, self._pager.full_bytes - applied.budget_bytes),
+            over_bytes=max(0, self._pager.all_resident_bytes - applied.budget_bytes),
             n_pages=applied.n_pages,
             n_blocks=len(blocks),
             n_resident_blocks=min(len(blocks), applied.n_resident),
@@ -250,8 +319,10 @@ class Engine:
             n_pages=applied.n_pages,
             ledger=self.ledger.report(),
             counters=counters,
-            blocks_executed=self._executor.blocks_executed,
-            steps_compiled=self._steps.n_compiled,
+            blocks_executed=dict(self._executor.executed),
+            n_seams=self._executor.n_seams,
+            n_moves=self.n_moves,
+            steps_compiled=sum(p.steps.n_compiled for p in self._residence.places.values()),
         )
 
     def pager_counters(self) -> PagerCounters:
@@ -261,18 +332,32 @@ class Engine:
     @property
     def kernels(self) -> str:
         """Who computes: the generated kernels and their tier, or the portable ones and why."""
-        return self._kernels_note
+        notes = dict.fromkeys(self._residence.notes.values())
+        return ", ".join(notes)
 
-    def _charge_activations(self, n_bytes: int) -> None:
-        """XLA's temporaries of the largest step: only one step runs at a time."""
-        more = n_bytes - self.ledger.used("activations")
-        if more > 0:
-            self.ledger.charge("activations", more)
+    def _kv_sizes(self) -> list[int]:
+        return [kv_bytes(s.attention, self.max_seq, self.kv_dtype) for s in self.config.blocks]
 
-    def _kv_bytes(self) -> int:
-        return sum(
-            kv_bytes(spec.attention, self.max_seq, self.kv_dtype) for spec in self.config.blocks
-        )
+    def _empty_kv(self) -> tuple[list[KVCache], list[Charge]]:
+        """Empty caches where the plan has them, and what they are charged to."""
+        kvs: list[KVCache] = []
+        charges: list[Charge] = []
+        try:
+            for part, spec in zip(self.plan.blocks, self.config.blocks, strict=True):
+                device, ledger = self._residence.kv_home(part)
+                charges.append(ledger.charge("kv", self._kv_sizes()[part.index]))
+                kvs.append(empty_cache(spec.attention, self.max_seq, self.kv_dtype, device))
+        except BaseException:
+            for charge in charges:
+                charge.release()
+            raise
+        return kvs, charges
+
+    def _workspace_bytes(self) -> int:
+        """The most that a prefill step's activations take on a device, from their shapes."""
+        c, a = self.config, self.config.blocks[0].attention
+        heads = (2 * a.n_heads + 2 * a.n_kv_heads) * a.head_dim
+        return 4 * CHUNK_TOKENS * (4 * c.width + heads + 2 * c.ff_width)
 
     def _own_session(self) -> Session:
         if self._scratch is None:
@@ -298,9 +383,13 @@ def _max_seq(config: ModelConfig, asked: int | None) -> int:
     return asked
 
 
-def _check_devices(devices: str) -> None:
-    if devices not in ("auto", "cpu", "cpu:0"):
-        raise UsageError(f"devices is {devices!r}; it can be auto or cpu")
+def _open_devices(profile: Profile, vram: int | None) -> list[Device]:
+    requests = profile.devices or parse_devices("auto")
+    requests = [
+        r if r.budget_bytes is not None or r.name == "cpu" else replace(r, budget_bytes=vram)
+        for r in requests
+    ]
+    return open_devices(requests, machine_memory)
 
 
 def _enable_compilation_cache() -> None:

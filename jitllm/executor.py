@@ -1,163 +1,271 @@
-"""Drives a model over its pages: the one place where bytes, steps and KV meet.
+"""Drives a model over its weights: the one place where bytes, steps and KV meet.
 
-A pass visits the pages in their order, blocks and then slabs of the output head, under
-`pager.hold`, while the pager reads ahead. Where every page is resident, one token goes
-through one compiled step instead. The bits are the same: all arithmetic of the generated kernels
-happens inside the operations, and the portable ones always go block by block.
+A pass takes new tokens through the partitions of the plan in order. Blocks whose weights stay where
+they are run as one compiled step; a paged or streamed block runs by itself, under a hold, while
+the next one's bytes are on their way. The bits are the same: all arithmetic of the generated
+kernels happens inside the operations, and the portable ones always go block by block.
+Letters: T rows, B conversations, D width, V vocabulary, R rotated values.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jitllm.kernels.ops import Ops
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.kernels.tensor import QuantizedTensor
 from jitllm.model.config import ModelConfig
+from jitllm.model.kvcache import KVCache
 from jitllm.model.rope import frequencies, magnitude, rope_rows
-from jitllm.model.weights import TensorView, field_name, weight_views
 from jitllm.paging.container import Container
 from jitllm.paging.embedding import EmbeddingUnits
-from jitllm.paging.frames import Frame
+from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Pager
-from jitllm.steps import KVCache, Steps
+from jitllm.placement.devices import HOST
+from jitllm.placement.plan import STREAMED, Partition, Plan
+from jitllm.steps import Rows, Run, Steps
+from jitllm.stores import DeviceStore, HostStore
 
 CHUNK_TOKENS = 512
 """Rows of a prefill step: each page is read once for so many tokens of a prompt."""
 _HEAD_ROWS = 32
 """Rows of logits at once where all are wanted: 32 MiB for a vocabulary of 2^18."""
-_Layout = tuple[TensorView, ...]
+
+
+@dataclass
+class Feed:
+    """New tokens of one conversation, and the caches they are appended to at `position`."""
+
+    ids: Sequence[int]
+    kvs: list[KVCache]
+    position: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that executes blocks: its weights, and its compiled steps."""
+
+    id: str
+    store: HostStore | DeviceStore
+    steps: Steps
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What every device needs of a pass, on the host; `on` gives it on a device."""
+
+    ropes: list[np.ndarray]
+    span: np.ndarray
+    spans: list[np.ndarray]
+
+    def on(self, device: jax.Device) -> Rows:
+        ropes, span, spans = jax.device_put((self.ropes, self.span, self.spans), device)
+        return Rows(tuple(ropes), span, tuple(spans))
 
 
 class Executor:
-    """One model on the host device. One pass at a time: `Pager.step` sees to it."""
+    """One model on its devices. One pass at a time: `Pager.step` sees to it."""
 
     def __init__(
         self,
         config: ModelConfig,
         container: Container,
         pager: Pager,
-        ops: Ops,
-        steps: Steps,
-        device: jax.Device,
+        places: dict[str, Place],
+        plan: Plan,
+        dense: dict[str, np.ndarray],
+        gate: StepGate,
     ):
-        self._config, self._container, self._pager = config, container, pager
-        self._ops, self._steps, self._device = ops, steps, device
-        self._layouts = [_layout(container, page) for page in range(len(container.pages))]
-        self._block_pages = container.pages_of("block")
+        """`dense` are the vectors that belong to no block; `places` are by device id. A pass is a
+        step of `gate`, for changes of the plan to wait for."""
+        self._config, self._container, self._pager, self._gate = config, container, pager, gate
+        self._places, self._norm = places, dense["output_norm"]
+        self._norms: dict[str, jax.Array] = {}
+        self._pages = container.pages_of("block")
         self._head_pages = container.pages_of("head")
-        dense = self._weights(pager.dense_frame, container.pages_of("dense")[0])
-        self._norm = dense["output_norm"]
-        factors = np.asarray(dense["rope_freqs"]) if "rope_freqs" in dense else None
+        factors = dense.get("rope_freqs")
         self._ropes = [(frequencies(r, factors), magnitude(r)) for r in config.ropes]
-        self._resident: tuple[int, list, list] | None = None
-        self.blocks_executed = 0
-        """Blocks run so far, on this device."""
+        self._one_row = any(place.steps.ops.one_row for place in places.values())
+        self.plan = plan
+        """What the next pass follows; the stores hold what it needs."""
+        self._at = HOST
+        self.executed: Counter[str] = Counter()
+        """Blocks run so far, by device id."""
+        self.n_seams = 0
+        """Times that activations went from one device to another."""
 
-    def close(self) -> None:
-        """Let go of every page."""
-        self._resident = None
-        self._norm = None
+    def prefill(self, feed: Feed) -> np.ndarray:
+        """Append the tokens of `feed`; logits f32[V] after the last of them."""
+        *chunks, last = self._chunks(feed)
+        for chunk in chunks:
+            with self._pass(with_head=False):
+                self._blocks([chunk])
+        return self.decode([last])[0]
 
-    def prefill(self, ids: Sequence[int], kvs: list[KVCache], position: int) -> np.ndarray:
-        """Append `ids` at `position` of the caches; logits f32[V] after the last of them."""
-        chunks = list(range(0, len(ids), CHUNK_TOKENS))
-        for at in chunks[:-1]:
-            with self._pager.step(self._block_pages):
-                self._blocks(ids[at : at + CHUNK_TOKENS], kvs, position + at)
-        at, chunk = chunks[-1], ids[chunks[-1] :]
-        with self._pager.step():
-            if len(chunk) == 1 and (resident := self._all_resident()):
-                return self._token(chunk, kvs, position + at, *resident)
-            x = self._blocks(chunk, kvs, position + at)
-            return self._logits(np.asarray(x)[len(chunk) - 1 :][:1], position + len(ids) - 1)[0]
+    def decode(self, feeds: Sequence[Feed]) -> np.ndarray:
+        """Append to several conversations, a token each, in one pass (or a chunk to one alone);
+        logits f32[B, V] after the last token of each."""
+        if self._one_row and len(feeds) > 1:
+            return np.concatenate([self.decode([feed]) for feed in feeds])
+        with self._pass():
+            one = all(len(feed.ids) == 1 for feed in feeds)
+            x, has_logits = self._blocks(feeds, with_head=one)
+            if has_logits:
+                self._cross(HOST)
+                return np.asarray(x)
+            last = 0 if one else len(feeds[0].ids) - 1
+            return self._logits(np.asarray(x)[last : last + len(feeds)])
 
-    def logits(self, ids: Sequence[int], kvs: list[KVCache], position: int) -> np.ndarray:
-        """Append `ids` at `position` of the caches; logits f32[T, V] after each of them."""
+    def logits(self, feed: Feed) -> np.ndarray:
+        """Append the tokens of `feed`; logits f32[T, V] after each of them."""
         rows = []
-        for at in range(0, len(ids), CHUNK_TOKENS):
-            chunk = ids[at : at + CHUNK_TOKENS]
-            with self._pager.step():
-                x = np.asarray(self._blocks(chunk, kvs, position + at))[: len(chunk)]
-                rows.append(self._logits(x, position + at))
+        for chunk in self._chunks(feed):
+            with self._pass():
+                x, _ = self._blocks([chunk])
+                rows.append(self._logits(np.asarray(x)[: len(chunk.ids)]))
         return np.concatenate(rows)
 
-    def _blocks(self, ids: Sequence[int], kvs: list[KVCache], position: int) -> jax.Array:
-        """x[T, D] of `ids` after all blocks; T is 1 or a whole chunk, the first rows count."""
-        one = len(ids) == 1 and not self._ops.one_row
-        x, ropes, span = self._inputs(ids, position, 1 if one else CHUNK_TOKENS)
-        for i, (spec, page) in enumerate(zip(self._config.blocks, self._block_pages, strict=True)):
-            with self._pager.hold(page) as frame:
-                weights, layout = self._weights(frame, page), self._layouts[page]
-                x, kvs[i] = self._steps.block(
-                    layout, spec, x, weights, kvs[i], ropes[spec.rope], span
-                )
-                # A moving frame is refilled once it is let go: not before the step has read it.
-                if not frame.pinned:
-                    x.block_until_ready()
-            self.blocks_executed += 1
-        return x
+    @contextmanager
+    def _pass(self, with_head: bool = True) -> Iterator[None]:
+        with self._gate.step():
+            cycle, head = self._pager.cycle, set(self._head_pages)
+            pages = None if with_head else [page for page in cycle if page not in head]
+            with self._pager.step(pages):
+                self._at = HOST
+                yield
 
-    def _logits(self, x: np.ndarray, position: int) -> np.ndarray:
+    def _cross(self, device: str) -> None:
+        self.n_seams += device != self._at
+        self._at = device
+
+    def _chunks(self, feed: Feed) -> list[Feed]:
+        return [
+            Feed(feed.ids[at : at + CHUNK_TOKENS], feed.kvs, feed.position + at)
+            for at in range(0, len(feed.ids), CHUNK_TOKENS)
+        ]
+
+    def _blocks(self, feeds: Sequence[Feed], with_head: bool = False) -> tuple[jax.Array, bool]:
+        """(x[T, D] after all blocks, False), or (logits f32[T, V], True) where `with_head` and the
+        head could be part of the last step. The valid rows come first."""
+        few = not self._one_row and all(len(feed.ids) == 1 for feed in feeds)
+        x, given = self._inputs(feeds, len(feeds) if few else CHUNK_TOKENS)
+        has_logits = False
+        for partition in self.plan.partitions:
+            place = self._places[partition.device]
+            self._cross(place.id)
+            rows = given.on(place.store.device)
+            # A copy: a step is given x to overwrite.
+            x = jax.device_put(x, place.store.device, may_alias=False)
+            run = self._run(partition, place, few, with_head)
+            if run is not None:
+                x, has_logits = self._step(run, place, partition.first, x, feeds, rows)
+                continue
+            for block in range(partition.first, partition.last + 1):
+                page, spec = self._pages[block], (self._config.blocks[block],)
+                with place.store.hold(page) as (weights, settle):
+                    run = Run(("block", place.store.layouts[page], spec), spec, [weights], [])
+                    x, _ = self._step(run, place, block, x, feeds, rows)
+                    settle(x)
+        return x, has_logits
+
+    def _run(self, partition: Partition, place: Place, few: bool, with_head: bool) -> Run | None:
+        """The partition as one step, where its weights stay in place; None: block by block."""
+        # On the host the first chunk of a prompt finds pages on their way, and later ones gain
+        # nothing: a step of 512 rows takes too long for its dispatch to matter.
+        if self._one_row or not (few or partition.device != HOST):
+            return None
+        weights = place.store.resident()
+        if weights is None or partition.mode == STREAMED:
+            return None
+        first, last = partition.first, partition.last
+        pages = self._pages[first : last + 1]
+        head = self._head_pages if with_head and last == self._config.n_blocks - 1 else []
+        if self.plan.head.device != place.id or any(page not in weights for page in head):
+            head = []
+        return Run(
+            ("blocks", first, last, bool(head)),
+            self._config.blocks[first : last + 1],
+            [weights[page] for page in pages],
+            [next(iter(weights[page].values())) for page in head],
+            self._norm_on(place) if head else None,
+        )
+
+    def _step(
+        self,
+        run: Run,
+        place: Place,
+        first: int,
+        x: jax.Array,
+        feeds: Sequence[Feed],
+        rows: Rows,
+    ) -> tuple[jax.Array, bool]:
+        """One compiled step from block `first` on: (its result, whether that is logits)."""
+        blocks = range(first, first + len(run.specs))
+        kvs = [tuple(self._cache(feed.kvs[i], place) for feed in feeds) for i in blocks]
+        x, kvs = place.steps.run(run, x, kvs, rows)
+        for block, caches in zip(blocks, kvs, strict=True):
+            home = self._places[self.plan.blocks[block].kv_device]
+            for feed, cache in zip(feeds, caches, strict=True):
+                feed.kvs[block] = self._cache(cache, home)
+        self.executed[place.id] += len(blocks)
+        return x, bool(run.head)
+
+    def _cache(self, kv: KVCache, place: Place) -> KVCache:
+        """A cache on the device of `place`: itself where it is there already."""
+        device = place.store.device
+        return kv if kv[0].device == device else jax.device_put(kv, device)
+
+    def _logits(self, x: np.ndarray) -> np.ndarray:
         """f32[T, V] of x[T, D], slab by slab; each slab is held once."""
         out = np.empty((len(x), self._config.n_vocab), np.float32)
-        first = 0
+        first, place = 0, self._places[self.plan.head.device]
+        self._cross(place.id)
         for page in self._head_pages:
-            with self._pager.hold(page) as frame:
-                ((weight),) = self._weights(frame, page).values()
+            with place.store.hold(page) as (weights, settle):
+                ((weight),) = weights.values()
                 end = first + weight.shape[0]
-                for at, logits in self._head_rows(x, position, weight, self._layouts[page]):
+                for at, logits in self._head_rows(x, weight, place, page):
+                    settle(logits)
+                    logits = np.asarray(logits)[: len(x) - at]
                     out[at : at + len(logits), first:end] = logits
                 first = end
+        self._cross(HOST)
         return out
 
     def _head_rows(
-        self, x: np.ndarray, position: int, weight: QuantizedTensor, layout: _Layout
-    ) -> Iterator[tuple[int, np.ndarray]]:
+        self, x: np.ndarray, weight: QuantizedTensor, place: Place, page: int
+    ) -> Iterator[tuple[int, jax.Array]]:
         """(first row, logits of some rows) of x through one slab, `_HEAD_ROWS` at a time."""
-        rows = 1 if len(x) == 1 else _HEAD_ROWS
+        rows, device = min(len(x), _HEAD_ROWS), place.store.device
         for at in range(0, len(x), rows):
             part = x[at : at + rows]
             padded = np.zeros((rows, x.shape[1]), np.float32)
             padded[: len(part)] = part
-            span = jnp.array([position + at, len(part)], jnp.int32)
-            logits = self._steps.head(layout, self._put(padded), weight, self._norm, span)
-            yield at, np.asarray(logits)[: len(part)]
+            arrays = jax.device_put((padded, np.array([0, len(part)], np.int32)), device)
+            layout = place.store.layouts[page]
+            yield at, place.steps.head(layout, arrays[0], weight, self._norm_on(place), arrays[1])
 
-    def _token(
-        self, ids: Sequence[int], kvs: list[KVCache], position: int, blocks: list, head: list
-    ) -> np.ndarray:
-        """Logits f32[V] of one token through one step over everything."""
-        x, ropes, span = self._inputs(ids, position, 1)
-        logits, kvs[:] = self._steps.token(x, blocks, kvs, ropes, span, head, self._norm)
-        self.blocks_executed += len(blocks)
-        return np.asarray(logits)
+    def _norm_on(self, place: Place) -> jax.Array:
+        if place.id not in self._norms:
+            self._norms[place.id] = jax.device_put(self._norm, place.store.device)
+        return self._norms[place.id]
 
-    def _all_resident(self) -> tuple[list, list] | None:
-        """The weights of all blocks and slabs, where every page is in its own frame."""
-        if self._ops.one_row:
-            return None
-        generation = self._pager.generation
-        if self._resident is None or self._resident[0] != generation:
-            self._resident = None
-            frames = self._pager.resident_frames()
-            if frames is None:
-                return None
-            blocks = [self._weights(frames[page], page) for page in self._block_pages]
-            head = [next(iter(self._weights(frames[p], p).values())) for p in self._head_pages]
-            self._resident = (generation, blocks, head)
-        return self._resident[1:]
-
-    def _inputs(self, ids: Sequence[int], position: int, rows: int):
-        """(x[rows, D], rope rows, span) of a step: the embedding of `ids` and where they stand."""
-        x = np.zeros((rows, self._config.width), np.float32)
+    def _inputs(self, feeds: Sequence[Feed], n_rows: int) -> tuple[np.ndarray, _Input]:
+        """(x[T, D], what else a pass needs): the embedding of the new tokens, where they stand."""
+        ids = [token for feed in feeds for token in feed.ids]
+        x = np.zeros((n_rows, self._config.width), np.float32)
         for batch in self._pager.embedding(ids):
             x[batch.tokens] = self._embedding_rows(batch)
         x *= np.float32(self._config.embedding_scale)
-        ropes = [self._put(rope_rows(*rope, position, rows)) for rope in self._ropes]
-        return self._put(x), ropes, jnp.array([position, len(ids)], jnp.int32)
+        each = n_rows // len(feeds)
+        positions = np.concatenate([f.position + np.arange(each) for f in feeds])
+        ropes = [rope_rows(*rope, positions) for rope in self._ropes]
+        spans = [np.array([f.position, len(f.ids)], np.int32) for f in feeds]
+        whole = np.array([feeds[0].position, len(ids)], np.int32)
+        return x, _Input(ropes, whole, spans)
 
     def _embedding_rows(self, batch: EmbeddingUnits) -> np.ndarray:
         """f32[tokens, D]: the rows that one batch of look-ups brought."""
@@ -167,19 +275,3 @@ class Executor:
             return qtype.dequantise_rows(units, width)[batch.unit]
         rows = qtype.dequantise(units, len(units) * table.unit_rows, width)
         return rows[batch.unit * table.unit_rows + batch.row]
-
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self._device, may_alias=False)
-
-    def _weights(self, frame: Frame, page: int) -> dict:
-        layout = self._layouts[page]
-        if layout not in frame.views:
-            frame.views[layout] = weight_views(frame.data, layout, self._device)
-        return frame.views[layout]
-
-
-def _layout(container: Container, page: int) -> _Layout:
-    return tuple(
-        TensorView(field_name(t.name), t.qtype, t.shape, t.offset, t.n_bytes)
-        for t in container.on_page(page).values()
-    )

@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from jitllm.errors import UsageError
+from jitllm.executor import Feed
+from jitllm.model.kvcache import KVCache
 from jitllm.model.sampler import make_rng, sample
-from jitllm.paging.budget import Charge, peak_rss_bytes
+from jitllm.paging.budget import Charge, Ledger, peak_rss_bytes
 from jitllm.reports import GenerationReport
 from jitllm.sampling import SamplingParams
 from jitllm.text import StopFilter, StreamDecoder
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
 class Session:
     """A KV cache of `max_seq` tokens and what is in it. Made by `Engine.session`."""
 
-    def __init__(self, engine: Engine, kvs: list, charge: Charge):
-        self._engine, self._kvs, self._charge = engine, kvs, charge
+    def __init__(self, engine: Engine, kvs: list[KVCache], charges: list[Charge]):
+        self._engine, self._kvs, self._charges = engine, kvs, charges
         self._messages: list[dict[str, str]] = []
         self._reply: Generation | None = None
         self.tokens: list[int] = []
@@ -50,7 +53,8 @@ class Session:
     def close(self) -> None:
         """Give the KV cache back."""
         self._kvs.clear()
-        self._charge.release()
+        for charge in self._charges:
+            charge.release()
 
     def __enter__(self) -> Session:
         return self
@@ -67,6 +71,13 @@ class Session:
         return self._forward(ids, "all")
 
     def _forward(self, ids: Sequence[int], rows: str) -> np.ndarray:
+        feed = self.feed(ids)
+        logits = self._engine.forward(feed, rows)
+        self.tokens.extend(ids)
+        return logits
+
+    def feed(self, ids: Sequence[int]) -> Feed:
+        """`ids` as the next tokens of this conversation; UsageError where they do not fit."""
         if not ids:
             raise UsageError("the prompt has no tokens; give it at least one")
         if len(ids) > self.room_tokens:
@@ -74,9 +85,14 @@ class Session:
                 f"{len(ids)} tokens do not fit beside the {len(self.tokens)} in a context of "
                 f"{self._engine.max_seq}; shorten the prompt or raise -max-seq"
             )
-        logits = self._engine.forward(ids, self._kvs, len(self.tokens), rows)
-        self.tokens.extend(ids)
-        return logits
+        return Feed(ids, self._kvs, len(self.tokens))
+
+    def move_kv(self, block: int, device: jax.Device, ledger: Ledger) -> None:
+        """Bring one block's cache to another device; between two passes."""
+        charge = ledger.charge("kv", self._charges[block].n_bytes)
+        self._kvs[block] = jax.block_until_ready(jax.device_put(self._kvs[block], device))
+        self._charges[block].release()
+        self._charges[block] = charge
 
     def generate(
         self, ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = ()
@@ -172,7 +188,7 @@ class Generation:
     def _decode(self, logits: np.ndarray) -> Iterator[str]:
         report, rng = self.report, make_rng(self._params.seed)
         while True:
-            token = sample(logits, self._params, rng, self._history)
+            token = sample(logits, self._params, rng, self._history, report.prompt_tokens)
             if token in self._engine.tokenizer.stop_ids:
                 report.finish_reason = "stop"
                 break

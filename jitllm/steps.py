@@ -1,29 +1,52 @@
 """The compiled steps of one device: built once per signature, called many times.
 
 Compiled ahead of time, so that the bytes XLA will allocate for a step are known, and in the
-ledger, before it first runs. A signature is what a step specialises on: the kind of step, the rows
-it takes, the static description of its blocks and the types and shapes of their weights.
+ledger, before it first runs. A signature is what a step specialises on: its blocks' static
+descriptions, the types and places of their weights, and the shapes of the activations and caches.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jitllm.kernels.ops import Ops
-from jitllm.model.block import run_block, run_head
+from jitllm.model.block import Caches, run_block, run_head
 from jitllm.model.config import BlockSpec, ModelConfig
 
-KVCache = tuple[jax.Array, jax.Array]
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a step share, on the step's device."""
+
+    ropes: tuple[jax.Array, ...]
+    """f32[T, 2, R/2] for each of the model's sets of frequencies."""
+    span: jax.Array
+    """i32[2]: position of the first row, valid rows."""
+    spans: tuple[jax.Array, ...]
+    """The same for each group of rows, a group for each cache."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive blocks that one step executes, and the slabs of the head if they end it."""
+
+    signature: Hashable
+    specs: tuple[BlockSpec, ...]
+    weights: list[dict[str, Any]]
+    head: list[Any]
+    norm: jax.Array | None = None
+    """The norm before the head, where there is one."""
 
 
 class Steps:
-    """`block`, `head` and `token` steps for one model and one set of operations."""
+    """The steps of one model on one device, by one set of operations."""
 
     def __init__(self, config: ModelConfig, ops: Ops, on_compile: Callable[[int], None]):
         """`on_compile` is told the bytes of temporaries of the largest step so far."""
-        self._config, self._ops, self._on_compile = config, ops, on_compile
+        self._config, self.ops, self._on_compile = config, ops, on_compile
         self._compiled: dict[Hashable, Any] = {}
         self._largest_bytes = 0
 
@@ -32,12 +55,18 @@ class Steps:
         """How many different steps were built."""
         return len(self._compiled)
 
-    def block(self, signature: Hashable, spec: BlockSpec, x, weights, kv: KVCache, rope, span):
-        """x[T, D] through one block -> (x, kv); x and kv are donated."""
-        args = (x, weights, kv, rope, span)
-        key = ("block", signature, spec, x.shape, kv[0].shape)
+    def run(self, run: Run, x: jax.Array, kvs: Sequence[Caches], rows: Rows):
+        """x[T, D] through the blocks of `run` -> (x, or logits f32[T, V] behind a head; caches).
+
+        `kvs` holds for each block the caches of each group; they are donated, and so is x where
+        no head follows. Blocks of equal description are traced and lowered once.
+        """
+        args = (x, run.weights, list(kvs), rows.ropes, rows.span, rows.spans, run.head, run.norm)
+        shapes = tuple(group[0].shape for group in kvs[0])
+        key = ("run", run.signature, x.shape, shapes)
         if key not in self._compiled:
-            self._compile(key, jax.jit(self._block_step(spec), donate_argnums=(0, 2)), args)
+            donated = (2,) if run.head else (0, 2)
+            self._compile(key, jax.jit(self._run_step(run.specs), donate_argnums=donated), args)
         return self._compiled[key](*args)
 
     def head(self, signature: Hashable, x, weight, norm, span) -> jax.Array:
@@ -48,32 +77,29 @@ class Steps:
             self._compile(key, jax.jit(self._head_step), args)
         return self._compiled[key](*args)
 
-    def token(self, x, blocks: list, kvs: list[KVCache], ropes: list, span, head: list, norm):
-        """x[1, D] through all blocks and the whole head in one step -> (logits f32[V], kvs).
-
-        kvs are donated. Blocks of equal signature are traced and lowered once.
-        """
-        args = (x, blocks, kvs, ropes, span, head, norm)
-        key = ("token", kvs[0][0].shape)
-        if key not in self._compiled:
-            self._compile(key, jax.jit(self._token_step, donate_argnums=(2,)), args)
-        return self._compiled[key](*args)
-
     def _head_step(self, x, weight, norm, span):
         config = self._config
-        return run_head(x, weight, norm, span, config.norm_eps, config.final_softcap, self._ops)
+        return run_head(x, weight, norm, span, config.norm_eps, config.final_softcap, self.ops)
 
-    def _token_step(self, x, blocks, kvs, ropes, span, head, norm):
-        steps = {spec: jax.jit(self._block_step(spec)) for spec in set(self._config.blocks)}
-        new_kvs = []
-        for spec, weights, kv in zip(self._config.blocks, blocks, kvs, strict=True):
-            x, kv = steps[spec](x, weights, kv, ropes[spec.rope], span)
-            new_kvs.append(kv)
-        logits = [self._head_step(x, slab, norm, span)[0] for slab in head]
-        return jnp.concatenate(logits), new_kvs
+    def _run_step(self, specs: tuple[BlockSpec, ...]) -> Callable:
+        def block_step(spec: BlockSpec) -> Callable:
+            def step(x, weights, kvs, rope, span, spans):
+                return run_block(x, weights, kvs, rope, span, spans, spec, self.ops)
 
-    def _block_step(self, spec: BlockSpec) -> Callable:
-        return lambda x, w, kv, rope, span: run_block(x, w, kv, rope, span, spec, self._ops)
+            return jax.jit(step) if len(specs) > 1 else step
+
+        steps = {spec: block_step(spec) for spec in set(specs)}
+
+        def run(x, weights, kvs, ropes, span, spans, head, norm):
+            after = []
+            for spec, w, caches in zip(specs, weights, kvs, strict=True):
+                x, caches = steps[spec](x, w, caches, ropes[spec.rope], span, spans)
+                after.append(caches)
+            if head:
+                x = jnp.concatenate([self._head_step(x, w, norm, span) for w in head], axis=1)
+            return x, after
+
+        return run
 
     def _compile(self, key: Hashable, step: Any, args: tuple) -> None:
         compiled = step.lower(*args).compile()

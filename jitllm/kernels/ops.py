@@ -94,3 +94,14 @@ def choose(platform: str) -> tuple[Ops, str]:
         return ops("cpu"), f"generated for {tier().name}"
     except ImportError as error:
         return ops("xla"), f"portable XLA ({error})"
+
+
+def set_threads(n: int | None) -> None:
+    """How many threads the generated kernels share their work among; None: the physical cores."""
+    if n is not None and n < 1:
+        raise UsageError(f"threads is {n}; it has to be 1 or more")
+    try:
+        from jitllm.kernels.cpu.threads import set_threads as set_team
+    except ImportError:  # without the generator XLA alone decides
+        return
+    set_team(n)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from jitllm.kernels.spec import AttentionSpec
 
+KVCache = tuple[jax.Array, jax.Array]
+"""A block's keys and values."""
 DTYPES = {"f16": jnp.float16, "f32": jnp.float32}
 TILE = 16
 
@@ -24,9 +26,7 @@ def kv_bytes(spec: AttentionSpec, max_seq: int, dtype: str) -> int:
     return per_token * capacity(max_seq) * jnp.dtype(DTYPES[dtype]).itemsize
 
 
-def empty_cache(
-    spec: AttentionSpec, max_seq: int, dtype: str, device: jax.Device
-) -> tuple[jax.Array, jax.Array]:
+def empty_cache(spec: AttentionSpec, max_seq: int, dtype: str, device: jax.Device) -> KVCache:
     """One block's cache on `device`, zeroed."""
     heads, size, seq = spec.n_kv_heads, spec.head_dim, capacity(max_seq)
     with jax.default_device(device):

@@ -41,7 +41,7 @@ def magnitude(rope: RopeConfig) -> float:
     return rope.attention_factor * yarn
 
 
-def rope_rows(freqs: np.ndarray, scale: float, first: int, n_rows: int) -> np.ndarray:
-    """f32[n_rows, 2, R/2]: cosines and sines of the positions from `first` on."""
-    angles = np.arange(first, first + n_rows)[:, None] * freqs
+def rope_rows(freqs: np.ndarray, scale: float, positions: np.ndarray) -> np.ndarray:
+    """f32[T, 2, R/2]: cosines and sines at each of `positions` int[T]."""
+    angles = positions[:, None] * freqs
     return (np.stack([np.cos(angles), np.sin(angles)], axis=1) * scale).astype(np.float32)

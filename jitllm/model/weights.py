@@ -52,3 +52,11 @@ def weight_views(
         array = _on_device(tiles, device, copy)
         weights[view.field] = QuantizedTensor(array, view.qtype, view.shape)
     return weights
+
+
+def vectors(page: np.ndarray, layout: tuple[TensorView, ...]) -> dict[str, np.ndarray]:
+    """Copies f32[n] of the vectors in `page`."""
+    return {
+        view.field: page[view.offset : view.offset + view.n_bytes].view(np.float32).copy()
+        for view in layout
+    }

@@ -141,7 +141,7 @@ class FrameTable:
     def rearrange(
         self, own: frozenset[int], n_moving: int, moving_bytes: int, order: Sequence[int]
     ) -> int:
-        """Change who owns a frame and what moves; returns the number of pages evicted.
+        """Change who owns a frame and what moves; returns how many pages gave up their place.
 
         A page stays where it can: owners first, then in the moving frames those that come first
         in `order`. No frame may be held. Nothing is allocated here.
@@ -149,7 +149,7 @@ class FrameTable:
         frames, rank = self.frames, {page: i for i, page in enumerate(order)}
         for frame in frames:
             frame.settle()
-        evicted = self.n_evicted
+        n_before = self.n_evicted + self.n_unused
         self._own, self._n_moving, self._moving_bytes = own, n_moving, moving_bytes
         self._pinned = {f.page: f for f in frames if f.page in own}
         others = [f for f in frames if f.page not in own]
@@ -162,7 +162,7 @@ class FrameTable:
         for frame in self.frames:
             frame.pinned = frame.page in own
             frame.shrink(self._page_bytes[frame.page] if frame.pinned else moving_bytes)
-        return self.n_evicted - evicted
+        return self.n_evicted + self.n_unused - n_before
 
     def forget_failed(self) -> None:
         """Pages that were read ahead in vain are not here: they may be tried again."""
@@ -185,12 +185,12 @@ class FrameTable:
         frame.forget()
 
 
-def aligned_memory(n_bytes: int, ledger: Ledger) -> tuple[mmap.mmap, Charge]:
-    """`n_bytes` of page-aligned memory, on the ledger's `weights` line until nothing refers to it.
+def aligned_memory(n_bytes: int, ledger: Ledger, line: str = "weights") -> tuple[mmap.mmap, Charge]:
+    """`n_bytes` of page-aligned memory, on a line of the ledger until nothing refers to it.
 
     BudgetError: the line is full. The system gives the memory as it is written.
     """
     memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if n_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, ledger.charge("weights", n_bytes, memory)
+    return memory, ledger.charge(line, n_bytes, memory)

@@ -32,6 +32,7 @@ from functools import partial
 from itertools import chain
 from types import TracebackType
 
+import numpy as np
 import xxhash
 
 from jitllm.errors import BudgetError, FormatError, JitllmError
@@ -40,13 +41,13 @@ from jitllm.paging.budget import Ledger
 from jitllm.paging.container import Container, remake
 from jitllm.paging.counters import Applied, PagerCounters, Rates
 from jitllm.paging.embedding import EmbeddingReader, EmbeddingUnits, lookup_bytes
-from jitllm.paging.frames import Frame, FrameTable
+from jitllm.paging.frames import Frame, FrameTable, aligned_memory
 from jitllm.paging.gate import StepGate
 from jitllm.paging.policy import Arrangement
 from jitllm.paging.reader import N_IN_FLIGHT, Reader, page_segments
 from jitllm.units import format_size
 
-__all__ = ["Applied", "Pager", "PagerCounters", "fixed_bytes"]
+__all__ = ["Applied", "Pager", "PagerCounters", "fixed_bytes", "whole_cycle"]
 
 _READ_AHEAD_REQUESTS = 2 * N_IN_FLIGHT
 """Requests under way from which on pages that are read only once are not read further ahead."""
@@ -69,14 +70,11 @@ class Pager:
         ledger: Ledger,
         check_hashes: bool = True,
         n_moving: int | None = None,
+        cycle: Sequence[int] | None = None,
     ):
         self.container = container
-        self.cycle = (*container.pages_of("block"), *container.pages_of("head"))
-        """The page numbers of one pass, in order."""
-        self._in_cycle = frozenset(self.cycle)
-        self._cycle_bytes = [container.pages[page].n_bytes for page in self.cycle]
         self.fixed_bytes = fixed_bytes(container)
-        self.smallest_bytes = self.fixed_bytes + policy.smallest_bytes(self._cycle_bytes)
+        self._set_cycle(whole_cycle(container) if cycle is None else cycle)
         self._check_budget(budget_bytes)
         self._ledger, self._check_hashes, self._wish = ledger, check_hashes, n_moving
         ledger.set_budget("weights", budget_bytes)
@@ -194,8 +192,35 @@ class Pager:
                 raise JitllmError(f"{self.container.path} was closed")
             self._ledger.set_budget("weights", budget_bytes)
             wider = budget_bytes >= self.budget_bytes
-            n_kept = self.arrangement.n_pinned if wider else 0
-            return self._applied(self._arrange(budget_bytes, self._choose(budget_bytes, n_kept)))
+            chosen = self._choose(budget_bytes, self.arrangement if wider else None)
+            return self._applied(self._arrange(budget_bytes, chosen))
+
+    def set_cycle(self, cycle: Sequence[int]) -> None:
+        """Change which pages a pass visits here, between two steps; the others may be elsewhere.
+
+        BudgetError: the budget cannot hold a frame for the largest of them; nothing has changed.
+        """
+        with self._gate.change():
+            before = self.cycle
+            self._set_cycle(cycle)
+            try:
+                self._check_budget(self.budget_bytes)
+            except BudgetError:
+                self._set_cycle(before)
+                raise
+            self._arrange(self.budget_bytes, self._choose(self.budget_bytes))
+
+    def fetch(self, page: int) -> np.ndarray:
+        """A page's bytes, checked, in memory of their own on the ledger's `staging` line."""
+        entry = self.container.pages[page]
+        memory, _ = aligned_memory(entry.n_bytes, self._ledger, "staging")
+        read = self._reader.read(
+            page_segments(entry.offset, memoryview(memory)),
+            partial(self._verify, page, memoryview(memory)) if self._check_hashes else None,
+        )
+        read.wait()
+        read.check()
+        return np.frombuffer(memory, np.uint8)
 
     def applied(self) -> Applied:
         """What the present budget came to."""
@@ -230,6 +255,13 @@ class Pager:
         reads = (frame.read for frame in self._frames.frames if frame.read is not None)
         return sum(read.n_requests for read in reads if not read.arrived)
 
+    def _set_cycle(self, cycle: Sequence[int]) -> None:
+        self.cycle = tuple(cycle)
+        """The page numbers of one pass, in order."""
+        self._in_cycle = frozenset(self.cycle)
+        self._cycle_bytes = [self.container.pages[page].n_bytes for page in self.cycle]
+        self.smallest_bytes = self.fixed_bytes + policy.smallest_bytes(self._cycle_bytes)
+
     def _check_budget(self, budget_bytes: int) -> None:
         if budget_bytes < self.smallest_bytes:
             name, smallest = self.container.path.name, self.smallest_bytes
@@ -239,21 +271,23 @@ class Pager:
                 smallest,
             )
 
-    def _choose(self, budget_bytes: int, n_kept: int = 0) -> Arrangement:
-        """How the cycle's pages share the budget, with the first `n_kept` pinned as they are."""
+    def _choose(self, budget_bytes: int, kept: Arrangement | None = None) -> Arrangement:
+        """How the cycle's pages share the budget, keeping what `kept` holds."""
         room = budget_bytes - self.fixed_bytes
         if self._wish is None:
-            return policy.choose(self._cycle_bytes, room, self.rates.compute_to_read, n_kept)
+            return policy.choose(self._cycle_bytes, room, self.rates.compute_to_read, kept)
         wishes = (policy.arrange(self._cycle_bytes, room, n) for n in (self._wish, 1))
-        return next(a for a in wishes if a is not None and a.n_pinned >= n_kept)
+        return next(a for a in wishes if a and (kept is None or a.keeps(kept)))
 
     def _arrange(self, budget_bytes: int, arrangement: Arrangement) -> int:
         """Put an arrangement in force; returns the number of pages evicted."""
-        own = {*self.container.pages_of("dense"), *self.cycle[: arrangement.n_pinned]}
+        moving = {self.cycle[position] for position in arrangement.moving}
+        own = {*self.container.pages_of("dense"), *self.cycle} - moving
         if budget_bytes >= self.all_resident_bytes:
             own.update(self.container.pages_of("embed"))
-        moving = arrangement.n_moving, arrangement.moving_bytes
-        evicted = self._frames.rearrange(frozenset(own), *moving, self.cycle)
+        evicted = self._frames.rearrange(
+            frozenset(own), arrangement.n_moving, arrangement.moving_bytes, self.cycle
+        )
         self.budget_bytes, self.arrangement = budget_bytes, arrangement
         self.generation += 1
         if self._ledger.used("weights") > budget_bytes:
@@ -272,7 +306,7 @@ class Pager:
             n_pinned=now.n_pinned,
             n_moving=now.n_moving,
             page_ins_per_pass=now.page_ins_per_pass,
-            page_in_bytes_per_pass=sum(self._cycle_bytes[now.n_pinned :]),
+            page_in_bytes_per_pass=sum(self._cycle_bytes[p] for p in now.moving),
             evicted=evicted,
         )
 
@@ -379,6 +413,11 @@ class Pager:
                 f"{path} has a damaged {entry.kind} page {entry.index} (its hash differs); "
                 f"{remake(path)}"
             )
+
+
+def whole_cycle(container: Container) -> tuple[int, ...]:
+    """Every block and then every slab of the head: a pass where nothing is on another device."""
+    return (*container.pages_of("block"), *container.pages_of("head"))
 
 
 def fixed_bytes(container: Container) -> int:
