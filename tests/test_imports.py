@@ -18,6 +18,7 @@ MEETING_PLACE = [
     "jitllm.executor",
     "jitllm.steps",
     "jitllm.evaluate",
+    "jitllm.speed",
 ]
 PLAIN = ["jitllm.errors", "jitllm.units"]
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from jitllm.cli.app import Command, run_program
+from jitllm.cli.asm import asm
 from jitllm.cli.chat import chat
 from jitllm.cli.convert import convert
 from jitllm.cli.hardware import hardware
@@ -11,6 +12,7 @@ from jitllm.cli.info import info
 from jitllm.cli.library import library
 from jitllm.cli.perplexity import perplexity
 from jitllm.cli.run import run
+from jitllm.cli.speed import speed
 from jitllm.cli.tokenize import tokenize
 
 ABOUT = "Run a language model under a memory budget; what does not fit is read from disk."
@@ -34,6 +36,8 @@ COMMANDS = (
     Command(info, "jitllm info models/stories260K.jlm"),
     Command(tokenize, 'jitllm tokenize smollm2-135m "Once upon a time"'),
     Command(perplexity, "jitllm perplexity smollm2-135m -f notes.txt -ctx 512"),
+    Command(speed, "jitllm speed smollm2-135m"),
+    Command(asm, "jitllm asm Q4_K"),
 )
 
 
