@@ -12,6 +12,7 @@ from jitllm.paging.policy import (
     pass_seconds,
     relative_seconds,
     smallest_bytes,
+    spread,
 )
 
 # Misses per pass of N equal pages in C slots: pinned + 1 and pinned + 2, from the table of
@@ -23,29 +24,43 @@ MISSES = [(32, 8, 25, 26), (32, 16, 17, 18), (32, 24, 9, 10), (32, 31, 2, 3), (8
 def test_equal_pages_miss_as_often_as_the_table_says(n, c, one, two):
     for n_moving, misses in ((1, one), (2, two)):
         arranged = arrange([10] * n, c * 10, n_moving)
-        assert arranged == Arrangement(n, c - n_moving, n_moving, 10, c * 10)
-        assert arranged.n_resident == c
+        assert (arranged.n_moving, arranged.moving_bytes, arranged.n_bytes) == (
+            n_moving,
+            10,
+            c * 10,
+        )
+        assert (arranged.n_pinned, arranged.n_resident) == (c - n_moving, c)
         assert arranged.page_ins_per_pass == misses == n - c + n_moving
 
 
 ARRANGED = {
     "nothing fits": ([4, 4], 3, 1, None),
-    "the smallest": ([4, 7, 4], 7, 1, Arrangement(3, 0, 1, 7, 7)),
-    "two frames of the smallest": ([4, 7, 4], 14, 2, Arrangement(3, 0, 2, 7, 14)),
+    "the smallest": ([4, 7, 4], 7, 1, Arrangement(3, (0, 1, 2), 1, 7, 7)),
+    "two frames of the smallest": ([4, 7, 4], 14, 2, Arrangement(3, (0, 1, 2), 2, 7, 14)),
     "two frames do not fit": ([4, 7, 4], 13, 2, None),
-    "a page pinned": ([4, 7, 4], 11, 1, Arrangement(3, 1, 1, 7, 11)),
-    "the large page pinned shrinks the frame": ([7, 3, 3], 10, 1, Arrangement(3, 1, 1, 3, 10)),
-    "the largest page moves": ([1, 9, 1], 10, 1, Arrangement(3, 1, 1, 9, 10)),
-    "all": ([4, 7, 4], 15, 2, Arrangement(3, 3, 0, 0, 15)),
-    "one byte short of all": ([4, 7, 4], 14, 1, Arrangement(3, 1, 1, 7, 11)),
-    "no pages": ([], 0, 1, Arrangement(0, 0, 0, 0, 0)),
-}  # fmt: skip
+    "a page pinned": ([4, 7, 4], 11, 1, Arrangement(3, (0, 1), 1, 7, 11)),
+    "the first page moves first": ([7, 3, 3], 13, 1, Arrangement(3, (), 0, 0, 13)),
+    "a large page in its own frame": ([3, 7, 3, 3], 15, 1, Arrangement(4, (0, 2), 1, 3, 13)),
+    "all": ([4, 7, 4], 15, 2, Arrangement(3, (), 0, 0, 15)),
+    "one byte short of all": ([4, 7, 4], 14, 1, Arrangement(3, (0, 1), 1, 7, 11)),
+    "no pages": ([], 0, 1, Arrangement(0, (), 0, 0, 0)),
+}
 
 
 @pytest.mark.parametrize("case", ARRANGED)
-def test_the_arrangement_is_the_longest_prefix_that_fits(case):
+def test_the_arrangement_pins_the_most_pages_that_fit(case):
     page_bytes, budget, n_moving, expected = ARRANGED[case]
     assert arrange(page_bytes, budget, n_moving) == expected
+
+
+def test_pages_that_move_are_spread_over_the_pass():
+    assert spread(8) == (0, 4, 1, 6, 3, 5, 2, 7)
+    for n in (1, 2, 5, 26, 97):
+        assert sorted(spread(n)) == list(range(n))
+        for count in range(1, n + 1):
+            moving = sorted(spread(n)[:count])
+            gaps = [two - one for one, two in pairwise([*moving, moving[0] + n])]
+            assert max(gaps) <= 2.7 * n / count + 1
 
 
 def test_no_arrangement_exceeds_its_budget_or_wastes_a_page():
@@ -60,7 +75,7 @@ def test_no_arrangement_exceeds_its_budget_or_wastes_a_page():
         assert arranged.n_bytes <= budget
         assert arranged.n_resident <= len(page_bytes)
         if arranged.n_moving:
-            assert budget - arranged.n_bytes < max(page_bytes[arranged.n_pinned :])
+            assert budget - arranged.n_bytes < max(page_bytes)
 
 
 def test_a_larger_budget_keeps_every_pinned_page():
@@ -69,8 +84,8 @@ def test_a_larger_budget_keeps_every_pinned_page():
         page_bytes = [rng.randint(1, 9) for _ in range(rng.randint(1, 12))]
         for n_moving in (1, 2):
             budgets = range(n_moving * max(page_bytes), sum(page_bytes) + 1)
-            pinned = [arrange(page_bytes, budget, n_moving).n_pinned for budget in budgets]
-            assert all(one <= two for one, two in pairwise(pinned))
+            moving = [set(arrange(page_bytes, budget, n_moving).moving) for budget in budgets]
+            assert all(one >= two for one, two in pairwise(moving))
 
 
 def test_the_smallest_budget_is_the_largest_page_and_one_byte_less_is_none():
@@ -80,31 +95,42 @@ def test_the_smallest_budget_is_the_largest_page_and_one_byte_less_is_none():
 
 
 def test_one_moving_frame_reads_and_computes_in_turns():
-    # Page 0 pinned; its compute hides the first read of the next pass up to its own length.
-    assert pass_seconds([5, 5, 5], [1, 1, 1], 1, 1) == pytest.approx(5 + 1 + 5 + 1)
-    assert pass_seconds([5, 5, 5], [9, 1, 1], 1, 1) == pytest.approx(9 + 1 + 5 + 1)
+    # Page 0 is pinned; its compute hides the first read of a pass up to its own length.
+    assert pass_seconds([5, 5, 5], [1, 1, 1], {1, 2}, 1) == pytest.approx(5 + 1 + 5 + 1)
+    assert pass_seconds([5, 5, 5], [9, 1, 1], {1, 2}, 1) == pytest.approx(9 + 1 + 5 + 1)
 
 
 def test_two_moving_frames_take_the_longer_of_reading_and_computing():
-    assert pass_seconds([5] * 4, [1] * 4, 1, 2) == pytest.approx(3 * 5)
-    assert pass_seconds([1] * 4, [5] * 4, 1, 2) == pytest.approx(4 * 5)
-    assert pass_seconds([5] * 4, [5] * 4, 0, 2) == pytest.approx(4 * 5)
+    assert pass_seconds([5] * 4, [1] * 4, {1, 2, 3}, 2) == pytest.approx(3 * 5)
+    assert pass_seconds([1] * 4, [5] * 4, {1, 2, 3}, 2) == pytest.approx(4 * 5)
+    assert pass_seconds([5] * 4, [5] * 4, {0, 1, 2, 3}, 2) == pytest.approx(4 * 5)
+
+
+def test_spread_pages_are_read_while_pinned_ones_compute_and_a_suffix_is_not():
+    read, compute = [3] * 8, [1] * 8
+    assert pass_seconds(read, compute, {6, 7}, 1) == pytest.approx(3 + 1 + 3 + 1 + 3)
+    assert pass_seconds(read, compute, {0, 4}, 1) == pytest.approx(8)  # never waits
 
 
 def test_slow_reads_take_one_moving_frame_and_balanced_ones_two():
-    slow_disk, balanced = choose([10] * 8, 60, 100.0), choose([10] * 8, 60, 1.0)
-    assert (slow_disk.n_moving, slow_disk.n_pinned) == (1, 5)
-    assert (balanced.n_moving, balanced.n_pinned) == (2, 4)
+    slow_disk, balanced = choose([10] * 8, 40, 100.0), choose([10] * 8, 40, 1.0)
+    assert (slow_disk.n_moving, slow_disk.n_pinned) == (1, 3)
+    assert (balanced.n_moving, balanced.n_pinned) == (2, 2)
 
 
 def test_one_moving_frame_is_taken_where_two_do_not_fit():
-    assert choose([10] * 8, 19, 1.0) == Arrangement(8, 0, 1, 10, 10)
+    assert choose([10] * 8, 19, 1.0) == Arrangement(8, tuple(range(8)), 1, 10, 10)
     assert choose([10] * 8, 9, 1.0) is None
 
 
 def test_a_choice_keeps_what_it_was_told_to_keep():
-    assert choose([10] * 8, 60, 1.0).n_pinned == 4
-    assert choose([10] * 8, 60, 1.0, n_pinned_kept=5) == Arrangement(8, 5, 1, 10, 60)
+    one, two = arrange([10] * 8, 40, 1), arrange([10] * 8, 40, 2)
+    assert (one.n_pinned, two.n_pinned) == (3, 2)
+    assert choose([10] * 8, 40, 1.0) == two
+    assert choose([10] * 8, 40, 1.0, kept=one) == one
+    assert choose([10] * 8, 40, 100.0) == one
+    assert choose([10] * 8, 40, 100.0, kept=two) == two
+    assert choose([10] * 8, 80, 1.0, kept=two).n_pinned == 8
 
 
 def test_the_choice_is_never_the_slower_of_the_two():
