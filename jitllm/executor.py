@@ -157,8 +157,7 @@ class Executor:
             place = self._places[partition.device]
             self._cross(place.id)
             rows = given.on(place.store.device)
-            # A copy: a step is given x to overwrite.
-            x = jax.device_put(x, place.store.device, may_alias=False)
+            x = jax.device_put(x, place.store.device)
             run = self._run(partition, place, few, with_head)
             if run is not None:
                 x, has_logits = self._step(run, place, partition.first, x, feeds, rows)

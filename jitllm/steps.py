@@ -58,15 +58,14 @@ class Steps:
     def run(self, run: Run, x: jax.Array, kvs: Sequence[Caches], rows: Rows):
         """x[T, D] through the blocks of `run` -> (x, or logits f32[T, V] behind a head; caches).
 
-        `kvs` holds for each block the caches of each group; they are donated, and so is x where
-        no head follows. Blocks of equal description are traced and lowered once.
+        `kvs` holds for each block the caches of each group; they are donated. x is not: who gave
+        its weights a slot waits for it. Blocks of equal description are traced and lowered once.
         """
         args = (x, run.weights, list(kvs), rows.ropes, rows.span, rows.spans, run.head, run.norm)
         shapes = tuple(group[0].shape for group in kvs[0])
         key = ("run", run.signature, x.shape, shapes)
         if key not in self._compiled:
-            donated = (2,) if run.head else (0, 2)
-            self._compile(key, jax.jit(self._run_step(run.specs), donate_argnums=donated), args)
+            self._compile(key, jax.jit(self._run_step(run.specs), donate_argnums=2), args)
         return self._compiled[key](*args)
 
     def head(self, signature: Hashable, x, weight, norm, span) -> jax.Array:

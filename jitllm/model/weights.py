@@ -28,9 +28,13 @@ def field_name(tensor: str) -> str:
 
 
 def _on_device(view: np.ndarray, device: jax.Device, copy: bool) -> jax.Array:
-    array = jax.device_put(view, device, may_alias=not copy)
-    aliases = device.platform == "cpu" and array.unsafe_buffer_pointer() == view.ctypes.data
-    assert copy or aliases, "a view of a page must be 64-byte aligned, or the step would copy it"
+    on_cpu = device.platform == "cpu"
+    if copy:
+        # A CPU device takes an aligned host array for its own, whatever `may_alias` says.
+        return jax.device_put(view.copy() if on_cpu else view, device)
+    array = jax.device_put(view, device)
+    aliases = on_cpu and array.unsafe_buffer_pointer() == view.ctypes.data
+    assert aliases, "a view of a page must be 64-byte aligned, or the step would copy it"
     return array
 
 
