@@ -55,3 +55,8 @@ def kl_divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """KL(reference || logits) of each row, in nats."""
     p, q = log_softmax(reference), log_softmax(logits)
     return (np.exp(p) * (p - q)).sum(axis=1)
+
+
+def nll(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """Negative log-likelihood f64[T - 1] of every id but the first, from logits[T, V] of `ids`."""
+    return -log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
