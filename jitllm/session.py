@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from jitllm.errors import UsageError
 from jitllm.executor import Feed
-from jitllm.model.kvcache import KVCache
+from jitllm.model.kvcache import KVCache, copy_in, copy_out
 from jitllm.model.sampler import make_rng, sample
 from jitllm.paging.budget import Charge, Ledger, peak_rss_bytes
 from jitllm.reports import GenerationReport
@@ -24,6 +25,19 @@ from jitllm.text import StopFilter, StreamDecoder
 
 if TYPE_CHECKING:
     from jitllm.engine import Engine
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a cache held after some tokens, on the host: a session can begin with it."""
+
+    tokens: tuple[int, ...]
+    blocks: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(k.nbytes + v.nbytes for k, v in self.blocks)
 
 
 class Session:
@@ -86,6 +100,17 @@ class Session:
                 f"{self._engine.max_seq}; shorten the prompt or raise -max-seq"
             )
         return Feed(ids, self._kvs, len(self.tokens))
+
+    def snapshot(self, n_tokens: int | None = None) -> Snapshot:
+        """A copy of the first `n_tokens` (None: all) of the conversation; between two passes."""
+        tokens = tuple(self.tokens[:n_tokens])
+        return Snapshot(tokens, tuple(copy_out(kv, len(tokens)) for kv in self._kvs))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Begin again with the tokens of a snapshot of the same model and context length."""
+        for block, (k, v) in enumerate(snapshot.blocks):
+            self._kvs[block] = copy_in(self._kvs[block], k, v)
+        self.tokens[:] = snapshot.tokens
 
     def move_kv(self, block: int, device: jax.Device, ledger: Ledger) -> None:
         """Bring one block's cache to another device; between two passes."""

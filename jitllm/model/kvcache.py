@@ -4,8 +4,11 @@ Keys lie in tiles of 16 positions, [K, S/16, H, 16], so that 16 scores add up wi
 sum; values lie as [K, S, H]. S is the capacity, a multiple of 16.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jitllm.kernels.spec import AttentionSpec
 
@@ -34,3 +37,23 @@ def empty_cache(spec: AttentionSpec, max_seq: int, dtype: str, device: jax.Devic
             jnp.zeros((heads, seq // TILE, size, TILE), DTYPES[dtype]),
             jnp.zeros((heads, seq, size), DTYPES[dtype]),
         )
+
+
+SNAPSHOT_TOKENS = 128
+"""Snapshots hold whole runs of so many positions: one compiled copy serves every length."""
+
+
+def copy_out(kv: KVCache, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first positions of a cache, at least `n_tokens`, on the host."""
+    n = min(-(-n_tokens // SNAPSHOT_TOKENS) * SNAPSHOT_TOKENS, kv[1].shape[1])
+    return np.array(kv[0][:, : n // TILE]), np.array(kv[1][:, :n])
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_in(kv: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
+    """The cache with its first positions replaced by what `copy_out` gave; kv is donated."""
+    zero = (0, 0, 0)
+    return (
+        jax.lax.dynamic_update_slice(kv[0], k, (*zero, 0)),
+        jax.lax.dynamic_update_slice(kv[1], v, zero),
+    )
