@@ -35,8 +35,9 @@ class EngineOptions:
 
     maxmem: Size | None = None
     """Memory for weights; unset: 80 % of what is free. The rest is read from disk as needed."""
-    devices: str = "auto"
-    """auto, all, cpu, gpu[:N] or PLATFORM[:N], comma separated, each with an optional =SIZE."""
+    devices: str | None = None
+    """auto, all, cpu, gpu[:N] or PLATFORM[:N], comma separated, each with an optional =SIZE;
+    unset: auto."""
     max_seq: int | None = None
     """Room for N tokens, prompt and reply together; unset: the model's limit, at most 4096."""
     kv: Literal["f16", "f32"] = "f16"
