@@ -25,6 +25,8 @@ from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.dot import BYTES, bias, dot, zeros
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP, Format, plane_addresses
 from jitllm.kernels.cpu.ir import Function, Module, Value, Var, f32, i32, i64, ptr, vec, void
+from jitllm.kernels.layout import TILE_ROWS
+from jitllm.kernels.qtypes import QTYPES
 
 STEP_BYTES = STEP + 16
 """Activation bytes of a step per token."""
@@ -158,17 +160,35 @@ def _step(f: Function, t: Tier, fmt: Format, codes: list[Value], x: Activations)
     return sums
 
 
+def _prefetch(f: Function, here: Value, part: range) -> None:
+    """Ask for cache lines `part` after `here`, the same group in the next tile.
+
+    A tile's planes are read side by side, which the hardware does not see coming; asked for in
+    memory order, a tile ahead and evenly, its lines wait in the second-level cache. Measured on one
+    core, GB/s: Q4_K 10.1 -> 13.4, Q4_1 11.3 -> 14.6, Q6_K 10.6 -> 11.6, of 14.5 for a plain read.
+    """
+    for line in part:
+        hint = (f.value(x, i32) for x in (0, 2, 1))  # read, second level, data
+        f.intrinsic("prefetch.p0", void, here + 64 * line, *hint)
+
+
 def _write_one(m: Module, t: Tier, fmt: Format) -> None:
     with m.function("one", void, ONE_ARGS, export=True) as f:
         x, tiles, k, tile_bytes, n_tiles, out = f.args
         n_groups = k // (STEP * fmt.steps)
+        group_bytes = TILE_ROWS * QTYPES[fmt.qtype].block_bytes
+        lines = -(-group_bytes // 64)
         with f.loop(0, n_tiles) as tile:
-            planes = plane_addresses(fmt.qtype, tiles + tile * tile_bytes, n_groups)
+            address = tiles + tile * tile_bytes
+            planes = plane_addresses(fmt.qtype, address, n_groups)
             acc = f.var(f.value(0.0, _SUMS))
             with f.loop(0, n_groups) as group:
                 scales = fmt.scales(f, t, planes, group)
+                ahead = address + tile_bytes + group * group_bytes
                 for j in range(fmt.steps):
                     step = group * fmt.steps + j
+                    part = range(lines * j // fmt.steps, lines * (j + 1) // fmt.steps)
+                    _prefetch(f, ahead, part)
                     activations = Activations(f, x + step * STEP_BYTES, 1, 0)
                     sums = _step(f, t, fmt, fmt.codes(f, planes, step), activations)
                     add_step(f, fmt.shape, sums, activations, scales[j], acc)
