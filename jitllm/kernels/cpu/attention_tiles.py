@@ -14,11 +14,15 @@ from collections.abc import Callable
 
 from jitllm.kernels.cpu.attention_job import CHUNK, Blocking, Job, Shape
 from jitllm.kernels.cpu.compile import Tier
-from jitllm.kernels.cpu.ir import LANES, Function, Module, Value, f32, i16, i64, ptr, vec, void
+from jitllm.kernels.cpu.ir import LANES, Function, Module, Value, f32, i16, i32, i64, ptr, vec, void
 from jitllm.kernels.cpu.vmath import exp2, half_to_f32
 
 _SUMS, _VALUES = 4 * LANES, 8 * LANES  # offsets in a partial result, after its maxima
 
+
+_AHEAD = 1 << 14
+"""Bytes ahead of a decoding row's reads: hardware prefetching loses the streams at every switch
+between keys and values. From memory it halves the time (250 -> 130 us, 4000 tokens of SmolLM2)."""
 
 _SIDE_BY_SIDE = 4  # rows of a softmax
 
@@ -83,19 +87,32 @@ class Tiles:
             q, keys, first, last, to = f.args
             with f.loop(first, last + 1, n) as tile:
                 tiles = [keys + f.minimum(tile + c, last) * tile_bytes for c in range(n)]
+
+                def columns(h: Value, tile=tile, tiles=tiles) -> list[Value]:
+                    at = h * (LANES * shape.value_bytes)
+                    self._ahead(f, rows, keys + (tile * tile_bytes + at * n), n * LANES)
+                    return [self._load(f, x, at, LANES) for x in tiles]
+
                 sums = self._product(
                     f,
                     (0, shape.head_dim),
                     lambda h, r, q=q: f.load(q, f32, h * 4 + r * shape.head_bytes, align=4),
-                    lambda h, tiles=tiles: [
-                        self._load(f, x, h * (LANES * shape.value_bytes), LANES) for x in tiles
-                    ],
+                    columns,
                     [[f.value(0.0, vec(f32))] * n for _ in range(rows)],
                 )
                 for r, row in enumerate(sums):
                     for c, x in enumerate(row):
                         at = tile * (4 * LANES) + (r * self.stride(rows) + c * 4 * LANES)
                         f.store(x, to, at, align=4)
+
+    def _ahead(self, f: Function, rows: int, address: Value, n: int) -> None:
+        """Ask for the n values that the same stream of a cache will need _AHEAD bytes later."""
+        if rows > self.blocking.heads:
+            return
+        read, into_level_2, data = (f.value(x, i32) for x in (0, 2, 1))
+        for line in range(0, n * self.shape.value_bytes, 64):
+            at = address + (_AHEAD + line)
+            f.intrinsic("prefetch.p0", void, at, read, into_level_2, data)
 
     def _load(self, f: Function, base: Value, n_bytes: Value, lanes: int) -> Value:
         if self.shape.stored == "f32":
@@ -115,19 +132,18 @@ class Tiles:
                     [to + (column * 4 + (r * shape.head_bytes + c * lanes * 4)) for c in range(n)]
                     for r in range(rows)
                 ]
+
+                def columns(key: Value, column=column) -> list[Value]:
+                    at = values + (key * key_bytes + column * shape.value_bytes)
+                    self._ahead(f, rows, at, n * lanes)
+                    size = lanes * shape.value_bytes
+                    return [self._load(f, at, f.value(c * size, i64), lanes) for c in range(n)]
+
                 sums = self._product(
                     f,
                     (begin, end),
                     lambda key, r: f.load(weights[r], f32, key * 4, align=4),
-                    lambda key, column=column: [
-                        self._load(
-                            f,
-                            values + key * key_bytes,
-                            (column + c * lanes) * shape.value_bytes,
-                            lanes,
-                        )
-                        for c in range(n)
-                    ],
+                    columns,
                     [[f.load(x, t, align=4) for x in row] for row in targets],
                 )
                 for places, row in zip(targets, sums, strict=True):
