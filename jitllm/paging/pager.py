@@ -259,6 +259,7 @@ class Pager:
         self.cycle = tuple(cycle)
         """The page numbers of one pass, in order."""
         self._in_cycle = frozenset(self.cycle)
+        self._n_blocks = sum(self.container.pages[page].kind == "block" for page in self.cycle)
         self._cycle_bytes = [self.container.pages[page].n_bytes for page in self.cycle]
         self.smallest_bytes = self.fixed_bytes + policy.smallest_bytes(self._cycle_bytes)
 
@@ -302,7 +303,7 @@ class Pager:
             frame_bytes=now.n_bytes,
             n_pages=now.n_pages,
             n_resident=now.n_resident,
-            n_resident_blocks=min(now.n_resident, len(self.container.pages_of("block"))),
+            n_resident_blocks=min(now.n_resident, self._n_blocks),
             n_pinned=now.n_pinned,
             n_moving=now.n_moving,
             page_ins_per_pass=now.page_ins_per_pass,

@@ -360,17 +360,20 @@ def test_counted_reads_are_the_kernels(container):
     if not os.access("/proc/self/io", os.R_OK):
         pytest.skip("no /proc/self/io here")
 
-    budget, differences = budgets(container)[1], []
+    budget, counted, expected = budgets(container)[1], [], 0
     for _ in range(5):
         before = kernel_read_bytes()
-        with Pager(container, budget, Ledger()) as pager:
+        with Pager(container, budget, Ledger(), n_moving=2) as pager:
             if not pager.direct:
                 pytest.skip("no direct reads on this file system")
             run_with_embedding(pager, [1, 40])
             pager.set_budget(budget)  # waits for what is being read ahead
-        differences.append(kernel_read_bytes() - before - pager.counters.bytes_read)
+        counted.append(kernel_read_bytes() - before)
+        expected = pager.counters.bytes_read
+    if not any(counted):
+        pytest.skip("no disk below this file system")
     # The kernel also counts what the interpreter itself reads now and then.
-    assert 0 in differences
+    assert expected in counted
 
 
 def run_with_embedding(pager: Pager, ids: list[int]) -> None:

@@ -53,14 +53,16 @@ def test_direct_reads_are_what_the_kernel_counts(file, view):
     reader = Reader(file)
     if not reader.direct or not os.access("/proc/self/io", os.R_OK):
         pytest.skip("no direct reads or no /proc/self/io here")
-    differences = []
+    counted = []
     for _ in range(5):
         before = kernel_read_bytes()
         read_whole(reader, view)
-        differences.append(kernel_read_bytes() - before - N_BYTES)
-    # The kernel also counts what the interpreter itself reads now and then.
-    assert 0 in differences
+        counted.append(kernel_read_bytes() - before)
     reader.close()
+    if not any(counted):
+        pytest.skip("no disk below this file system")
+    # The kernel also counts what the interpreter itself reads now and then.
+    assert N_BYTES in counted
 
 
 def test_a_file_system_that_refuses_direct_opening_is_read_through_the_cache(
