@@ -112,13 +112,13 @@ class Tokenizer:
         """Characters of which every control token has one: without them no text can be one."""
         texts, chosen = set(self._controls), ""
         while texts:
-            # Brackets last: templates look for `</think>` and its like in a message.
+            # Among equals the last in code order, the bar and not a bracket: templates look for
+            # `</think>` and its like in a message.
             best = max(
                 {char for text in texts for char in text},
                 key=lambda char: (
                     not (char.isalnum() or char.isspace()),
                     sum(char in text for text in texts),
-                    char not in "<>",
                     char,
                 ),
             )
