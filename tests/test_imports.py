@@ -17,6 +17,10 @@ MEETING_PLACE = [
     "jitllm.session",
     "jitllm.executor",
     "jitllm.steps",
+    "jitllm.stores",
+    "jitllm.residence",
+    "jitllm.scheduler",
+    "jitllm.prefix_cache",
     "jitllm.evaluate",
     "jitllm.speed",
 ]
