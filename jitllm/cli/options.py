@@ -36,8 +36,7 @@ class EngineOptions:
     maxmem: Size | None = None
     """Memory for weights; unset: 80 % of what is free. The rest is read from disk as needed."""
     devices: str | None = None
-    """auto, all, cpu, gpu[:N] or PLATFORM[:N], comma separated, each with an optional =SIZE;
-    unset: auto."""
+    """auto (if unset), all, cpu, gpu[:N] or PLATFORM[:N]; a comma list, each may end in =SIZE."""
     max_seq: int | None = None
     """Room for N tokens, prompt and reply together; unset: the model's limit, at most 4096."""
     kv: Literal["f16", "f32"] = "f16"
