@@ -25,13 +25,14 @@ from jitllm.kernels.ops import set_threads
 from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import DTYPES, KVCache, empty_cache, kv_bytes
 from jitllm.model.weights import vectors
+from jitllm.mover import Mover
 from jitllm.paging.budget import Charge, Ledger, LedgerReport, automatic_budget
 from jitllm.paging.container import Container, remake
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
 from jitllm.placement.devices import Device, machine_memory, open_devices, parse_devices
 from jitllm.placement.plan import Plan
-from jitllm.placement.planner import move, plan
+from jitllm.placement.planner import plan
 from jitllm.placement.rules import Profile, override
 from jitllm.reports import MemoryReport
 from jitllm.residence import Residence, host_cycle, page_layout
@@ -42,6 +43,8 @@ from jitllm.units import parse_size
 
 DEFAULT_MAX_SEQ = 4096
 """Tokens of context where nobody asks: the KV cache is allocated whole."""
+_FIRST_CAPACITY = 256
+"""Tokens that a cache holds at first where blocks give way to its growth."""
 Say = Callable[[str], None]
 
 
@@ -61,8 +64,8 @@ class EngineStats:
     """By device id."""
     n_seams: int
     """Times that activations went from one device to another."""
-    n_moves: int
-    """Times that blocks changed their place."""
+    moves: dict[str, int]
+    """Blocks that were `moved`, `sent_home`, `returned` or `grown` so far."""
     steps_compiled: int
 
 
@@ -83,6 +86,7 @@ class Engine:
         check_hashes: bool,
         profile: Profile,
         devices: Sequence[Device],
+        grow: bool = False,
     ):
         """`container` under `budget_bytes` (None: automatic). `Engine.open` is the way in."""
         self.config = _config(container)
@@ -93,30 +97,34 @@ class Engine:
         host, *others = devices
         self.devices = (replace(host, budget_bytes=budget), *others)
         """Where blocks can be: the host, then what `-devices` opened."""
-        self.plan = plan(
-            container.pages, self.devices, profile, self._kv_sizes(), self._workspace_bytes()
-        )
-        self.ledger, self.n_moves = Ledger(), 0
+        first_kv = min(self.max_seq, _FIRST_CAPACITY) if profile.relocate else self.max_seq
+        kv_sizes = self._kv_sizes(first_kv)
+        whole = plan(container.pages, self.devices, profile, kv_sizes, self._workspace_bytes())
+        self.ledger = Ledger()
         self._gate, self._sessions = StepGate(), WeakSet[Session]()
         self._pager = Pager(
             container,
             budget,
             self.ledger,
             check_hashes=check_hashes,
-            cycle=host_cycle(container, self.plan),
+            cycle=host_cycle(container, whole),
         )
         self._residence = Residence(container, self._pager, self.devices, self.config, self.ledger)
-        self._residence.follow(self.plan)
+        self._residence.follow(whole)
         dense = self._pager.dense_frame
         self._executor = Executor(
             self.config,
             container,
             self._pager,
             self._residence.places,
-            self.plan,
+            whole,
             vectors(dense.data, page_layout(container, container.pages_of("dense")[0])),
             self._gate,
         )
+        self._mover = Mover(
+            self._executor, self._residence, self._gate, self._sessions, self._kv_sizes
+        )
+        self._grow = grow
         self.tokenizer = Tokenizer(container.metadata["tokenizer"])
         self._scratch: Session | None = None
 
@@ -129,6 +137,7 @@ class Engine:
         devices: str | None = None,
         profile: Profile | None = None,
         vram: int | None = None,
+        grow: bool = False,
         max_seq: int | None = None,
         kv: str = "f16",
         threads: int | None = None,
@@ -140,7 +149,8 @@ class Engine:
 
         `maxmem` is the host budget for weights, bytes or text ("400K"); None takes 80 % of the
         memory that is free. `devices` is as in `-devices` (None: the profile's, or auto),
-        `profile` says what goes on them, `vram` is the budget of those without one of their own.
+        `profile` says what goes on them, `vram` is the budget of those without one of their own;
+        with `grow` they take more of the host's blocks while they have room.
         `max_seq` is the context in tokens (None: the model's, at most 4096), `kv` the type of the
         cache, `f16` or `f32`, `threads` the CPU's (None: its physical cores). `say` hears what
         takes time, `progress` how far it is. JitllmError says in one sentence why it cannot be.
@@ -163,6 +173,7 @@ class Engine:
             check_hashes=check_hashes,
             profile=profile,
             devices=opened,
+            grow=grow,
         )
 
     def __enter__(self) -> Engine:
@@ -228,9 +239,19 @@ class Engine:
 
     def session(self) -> Session:
         """A conversation of its own, with its KV cache allocated; close it after use."""
-        session = Session(self, *self._empty_kv())
+        relocates = self.profile.relocate
+        capacity = min(self.max_seq, _FIRST_CAPACITY) if relocates else self.max_seq
+        if relocates:
+            self._mover.relocate(capacity)
+        session = Session(self, *self._empty_kv(capacity), capacity)
         self._sessions.add(session)
         return session
+
+    def closed(self, session: Session) -> None:
+        """A session gave back its caches: what left a device for them may return."""
+        self._sessions.discard(session)
+        if self.profile.relocate:
+            self._mover.relocate()
 
     def forward(self, feed: Feed, rows: str) -> np.ndarray:
         """Append the tokens of `feed`; the logits of its `last` row f32[V], or of `all` f32[T, V].
@@ -254,25 +275,28 @@ class Engine:
 
     # Placement
 
+    @property
+    def plan(self) -> Plan:
+        """Where every part of the model is, and why."""
+        return self._executor.plan
+
     def move(self, first: int, last: int, to: str) -> None:
         """Bring blocks `first` to `last`, with the KV of every session, to the device `to`.
 
         Between two passes; the ids do not change. BudgetError with the missing bytes,
         DeviceError, or UsageError for a pinned block: nothing has moved then.
         """
-        with self._gate.change():
-            self._follow(move(self.plan, first, last, to))
+        self._mover.move(first, last, to)
 
-    def _follow(self, new: Plan) -> None:
-        sessions = list(self._sessions)
-        self._residence.follow(new)
-        for part in new.blocks:
-            if part.kv_device != self.plan.blocks[part.index].kv_device:
-                device, ledger = self._residence.kv_home(part)
-                for session in sessions:
-                    session.move_kv(part.index, device, ledger)
-        self.plan = self._executor.plan = new
-        self.n_moves += 1
+    def make_room(self, session: Session, n_tokens: int) -> None:
+        """Let `session` hold `n_tokens`: its caches double until they do, and blocks give way."""
+        if n_tokens > session.capacity:
+            wanted = min(self.max_seq, max(n_tokens, 2 * session.capacity))
+            self._mover.relocate(wanted - session.capacity)
+            ledgers = [self._residence.kv_home(part)[1] for part in self.plan.blocks]
+            session.extend(wanted, self._kv_sizes(wanted), ledgers)
+        if self._grow:
+            self._mover.grow()
 
     # Memory
 
@@ -295,7 +319,7 @@ class Engine:
             budget_bytes=applied.budget_bytes,
             automatic=self._automatic,
             weights_bytes=sum(page.n_bytes for page in pages),
-            kv_bytes=sum(self._kv_sizes()),
+            kv_bytes=sum(self._kv_sizes(self.max_seq)),
             pages_bytes=applied.budget_bytes - applied.fixed_bytes,
             over_bytes=max(0, self._pager.all_resident_bytes - applied.budget_bytes),
             n_pages=applied.n_pages,
@@ -321,7 +345,7 @@ class Engine:
             counters=counters,
             blocks_executed=dict(self._executor.executed),
             n_seams=self._executor.n_seams,
-            n_moves=self.n_moves,
+            moves=dict(self._mover.counts),
             steps_compiled=sum(p.steps.n_compiled for p in self._residence.places.values()),
         )
 
@@ -335,18 +359,20 @@ class Engine:
         notes = dict.fromkeys(self._residence.notes.values())
         return ", ".join(notes)
 
-    def _kv_sizes(self) -> list[int]:
-        return [kv_bytes(s.attention, self.max_seq, self.kv_dtype) for s in self.config.blocks]
+    def _kv_sizes(self, n_tokens: int) -> list[int]:
+        """Each block's bytes for a cache of `n_tokens`."""
+        return [kv_bytes(s.attention, n_tokens, self.kv_dtype) for s in self.config.blocks]
 
-    def _empty_kv(self) -> tuple[list[KVCache], list[Charge]]:
+    def _empty_kv(self, n_tokens: int) -> tuple[list[KVCache], list[Charge]]:
         """Empty caches where the plan has them, and what they are charged to."""
         kvs: list[KVCache] = []
         charges: list[Charge] = []
+        sizes = self._kv_sizes(n_tokens)
         try:
             for part, spec in zip(self.plan.blocks, self.config.blocks, strict=True):
                 device, ledger = self._residence.kv_home(part)
-                charges.append(ledger.charge("kv", self._kv_sizes()[part.index]))
-                kvs.append(empty_cache(spec.attention, self.max_seq, self.kv_dtype, device))
+                charges.append(ledger.charge("kv", sizes[part.index]))
+                kvs.append(empty_cache(spec.attention, n_tokens, self.kv_dtype, device))
         except BaseException:
             for charge in charges:
                 charge.release()

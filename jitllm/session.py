@@ -16,7 +16,7 @@ import numpy as np
 
 from jitllm.errors import UsageError
 from jitllm.executor import Feed
-from jitllm.model.kvcache import KVCache, copy_in, copy_out
+from jitllm.model.kvcache import KVCache, copy_in, copy_out, extended
 from jitllm.model.sampler import make_rng, sample
 from jitllm.paging.budget import Charge, Ledger, peak_rss_bytes
 from jitllm.reports import GenerationReport
@@ -43,8 +43,10 @@ class Snapshot:
 class Session:
     """A KV cache of `max_seq` tokens and what is in it. Made by `Engine.session`."""
 
-    def __init__(self, engine: Engine, kvs: list[KVCache], charges: list[Charge]):
+    def __init__(self, engine: Engine, kvs: list[KVCache], charges: list[Charge], capacity: int):
         self._engine, self._kvs, self._charges = engine, kvs, charges
+        self.capacity = capacity
+        """Tokens that the caches hold as they are; `Engine.max_seq` is where they end to grow."""
         self._messages: list[dict[str, str]] = []
         self._reply: Generation | None = None
         self.tokens: list[int] = []
@@ -69,6 +71,8 @@ class Session:
         self._kvs.clear()
         for charge in self._charges:
             charge.release()
+        self.capacity = 0
+        self._engine.closed(self)
 
     def __enter__(self) -> Session:
         return self
@@ -99,7 +103,21 @@ class Session:
                 f"{len(ids)} tokens do not fit beside the {len(self.tokens)} in a context of "
                 f"{self._engine.max_seq}; shorten the prompt or raise -max-seq"
             )
+        self._engine.make_room(self, len(self.tokens) + len(ids))
         return Feed(ids, self._kvs, len(self.tokens))
+
+    def extend(self, capacity: int, sizes: Sequence[int], ledgers: Sequence[Ledger]) -> None:
+        """Make the caches hold `capacity` tokens, block by block and by way of the host, so that a
+        device never holds a block's old and new cache at once."""
+        for block, (n_bytes, ledger) in enumerate(zip(sizes, ledgers, strict=True)):
+            old = self._kvs[block]
+            device, (k, v) = old[0].device, copy_out(old, len(self.tokens))
+            for array in old:
+                array.delete()
+            self._charges[block].release()
+            self._charges[block] = ledger.charge("kv", n_bytes)
+            self._kvs[block] = jax.device_put(extended((k, v), capacity), device)
+        self.capacity = capacity
 
     def snapshot(self, n_tokens: int | None = None) -> Snapshot:
         """A copy of the first `n_tokens` (None: all) of the conversation; between two passes."""

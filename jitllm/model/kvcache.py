@@ -49,6 +49,16 @@ def copy_out(kv: KVCache, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(kv[0][:, : n // TILE]), np.array(kv[1][:, :n])
 
 
+def extended(kv: tuple[np.ndarray, np.ndarray], max_seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `copy_out` gave, with room behind it: a whole cache for `max_seq` tokens."""
+    seq, (k, v) = capacity(max_seq), kv
+    more_k, more_v = seq // TILE - k.shape[1], seq - v.shape[1]
+    return (
+        np.pad(k, ((0, 0), (0, more_k), (0, 0), (0, 0))),
+        np.pad(v, ((0, 0), (0, more_v), (0, 0))),
+    )
+
+
 @partial(jax.jit, donate_argnums=0)
 def copy_in(kv: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
     """The cache with its first positions replaced by what `copy_out` gave; kv is donated."""
