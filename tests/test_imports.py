@@ -18,6 +18,7 @@ MEETING_PLACE = [
     "jitllm.executor",
     "jitllm.steps",
     "jitllm.stores",
+    "jitllm.mover",
     "jitllm.residence",
     "jitllm.scheduler",
     "jitllm.prefix_cache",
