@@ -12,8 +12,8 @@ from jitllm.kernels.spec import AttentionSpec
 CHUNK = 128
 """Keys whose scores are weighed together; boundaries lie at multiples of it in every call."""
 
-# tier -> f32[16] accumulators a product may hold in registers
-_ACCUMULATORS = {"avx512-vnni": 24, "avx2-vnni": 6, "avx2": 6, "generic": 3}
+# a tier's first word -> f32[16] accumulators a product may hold in registers
+_ACCUMULATORS = {"avx512": 24, "avx2": 6, "generic": 3}
 _MAX_ROWS = 12
 
 
@@ -73,7 +73,7 @@ class Blocking:
     @classmethod
     def of(cls, shape: Shape, t: Tier) -> Blocking:
         """The blocking for a tier's registers."""
-        return cls(shape, _ACCUMULATORS[t.name])
+        return cls(shape, _ACCUMULATORS[t.name.split("-")[0]])
 
     @property
     def _max_rows(self) -> int:
