@@ -223,7 +223,7 @@ class Engine:
     ) -> Generation:
         """The reply to a conversation of {"role": ..., "content": ...} messages."""
         params = SamplingParams(**sampling)
-        return self._own_session().generate(self.render(messages), params, stop)
+        return self._own_session().generate(self.render(messages), params, stop, new_turn=True)
 
     def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation in the model's chat template, up to where the reply begins."""
@@ -306,15 +306,17 @@ class Engine:
         Narrowing evicts exactly the excess, widening evicts nothing. BudgetError names the
         smallest budget and changes nothing.
         """
-        applied = self._pager.set_budget(budget_bytes)
-        self._automatic = False
-        return applied
+        with self._gate.change():
+            self._residence.forget_views()
+            applied = self._pager.set_budget(budget_bytes)
+            self._automatic = False
+            return applied
 
     def memory_report(self) -> MemoryReport:
         """What the budget costs, before the first token."""
         pages, applied = self._container.pages, self._pager.applied()
         blocks = self._container.pages_of("block")
-        moving = self._pager.cycle[applied.n_pinned :]
+        moving = [self._pager.cycle[position] for position in self._pager.arrangement.moving]
         return MemoryReport(
             budget_bytes=applied.budget_bytes,
             automatic=self._automatic,

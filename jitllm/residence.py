@@ -60,6 +60,7 @@ class Residence:
             for page in _pages_of(self._container, part)
             if part.device != HOST and part.mode == RESIDENT
         }
+        self.forget_views()
         new = {p: d for p, d in wanted.items() if self._pages.get(p, ("", None))[0] != d}
         cycle = host_cycle(self._container, plan)
         before = self._pager.cycle
@@ -105,6 +106,10 @@ class Residence:
             if use.n_slots:
                 n_bytes = use.n_slots * use.slot_bytes
                 self._slots[use.device] = self.ledgers[use.device].charge("staging", n_bytes)
+
+    def forget_views(self) -> None:
+        """Let go of the arrays over host frames, so that frames can give their memory back."""
+        self.places[HOST].store.close()
 
     def kv_home(self, part: Assignment) -> tuple[jax.Device, Ledger]:
         """The device of a block's KV, and the ledger it counts on."""

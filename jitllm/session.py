@@ -138,15 +138,22 @@ class Session:
         self._charges[block] = charge
 
     def generate(
-        self, ids: Sequence[int], params: SamplingParams, stop: Sequence[str] = ()
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        stop: Sequence[str] = (),
+        new_turn: bool = False,
     ) -> Generation:
-        """A reply to the conversation `ids`: what the cache already holds of it is not redone."""
+        """A reply to the conversation `ids`: what the cache already holds of it is not redone.
+
+        With `new_turn` the reply is a text of its own, without the space that a continuation has.
+        """
         if self._reply is not None:
             self._reply.close()
         keep = _common_prefix(self.tokens, ids)
         # The last token is always fed again: its logits are what the reply starts from.
         self.truncate(max(0, min(keep, len(ids) - 1)))
-        self._reply = Generation(self._engine, self, ids, params, stop)
+        self._reply = Generation(self._engine, self, ids, params, stop, new_turn)
         return self._reply
 
     def chat(
@@ -161,7 +168,7 @@ class Session:
         if system and not messages:
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": text})
-        generation = self.generate(self._engine.render(messages), params, stop)
+        generation = self.generate(self._engine.render(messages), params, stop, new_turn=True)
         generation.on_end = lambda reply: self._remember(messages, reply)
         return generation
 
@@ -189,11 +196,12 @@ class Generation:
         ids: Sequence[int],
         params: SamplingParams,
         stop: Sequence[str],
+        new_turn: bool,
     ):
         self._engine, self._session, self._params = engine, session, params
         self._prompt = list(ids[len(session.tokens) :])
         self._history = list(ids)
-        self._decoder = StreamDecoder(engine.tokenizer)
+        self._decoder = StreamDecoder(engine.tokenizer, at_start=new_turn or None)
         self._stops = StopFilter(stop)
         self._n_passes = 0
         self.report = GenerationReport(
