@@ -238,7 +238,9 @@ class Executor:
         self, x: np.ndarray, weight: QuantizedTensor, place: Place, page: int
     ) -> Iterator[tuple[int, jax.Array]]:
         """(first row, logits of some rows) of x through one slab, `_HEAD_ROWS` at a time."""
-        rows, device = min(len(x), _HEAD_ROWS), place.store.device
+        # XLA's loops, and with them the last bits, depend on how many rows a step is made for.
+        rows = _HEAD_ROWS if self._one_row else min(len(x), _HEAD_ROWS)
+        device = place.store.device
         for at in range(0, len(x), rows):
             part = x[at : at + rows]
             padded = np.zeros((rows, x.shape[1]), np.float32)
