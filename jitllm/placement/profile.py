@@ -24,9 +24,9 @@ from jitllm.placement.devices import HOST, DeviceRequest, parse_devices
 from jitllm.placement.rules import (
     HOST_NAMES,
     KV_DTYPES,
+    KV_PLACES,
     RANGED,
     SELECTORS,
-    WITH_BLOCK,
     Fail,
     Profile,
     Rule,
@@ -146,7 +146,7 @@ class _Reader:
         return parse_place(self._text(node), self._fail_at(node))
 
     def _kv_place(self, node: yaml.Node) -> str:
-        return WITH_BLOCK if self._text(node) == WITH_BLOCK else self._place(node)
+        return self._choice(node, KV_PLACES)
 
     def _devices(self, node: yaml.Node) -> tuple[DeviceRequest, ...]:
         requests: list[DeviceRequest] = []

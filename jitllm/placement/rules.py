@@ -16,7 +16,8 @@ from jitllm.placement.devices import HOST, DeviceRequest, parse_devices
 
 KV_DTYPES = ("f16", "f32")
 WITH_BLOCK = "block"
-"""As the place of the KV cache: each block's is where the block is."""
+KV_PLACES = (WITH_BLOCK, HOST)
+"""Each block's KV cache is where the block is, or all of them are with the host."""
 
 SELECTORS = ("blocks", "head", "embed", "experts")
 RANGED = ("blocks", "experts")
@@ -72,7 +73,7 @@ class Profile:
     rules: tuple[Rule, ...] = ()
     kv_dtype: str = "f16"
     kv_place: str = WITH_BLOCK
-    """`block`, `host` or a device."""
+    """One of `KV_PLACES`."""
     strict: bool = False
     """Whether what a rule asks for and cannot have is an error."""
     relocate: bool = False
