@@ -8,8 +8,10 @@ Stale files are never read again and can be deleted at any time.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import platform
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -37,11 +39,16 @@ class Tier:
     features: str
     has_f16: bool = True
     """f16 converts to f32 by an instruction."""
+    amx: bool = False
+    """Blocks of tokens meet unpacked weights in AMX tiles."""
 
+
+_AVX512 = (*_X86_V3, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 
 # name -> (instruction of the int8 dot, features it needs, CPU model when forced on a better host)
 _TIERS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "avx512-vnni": ("vnni512", (*_X86_V3, "avx512f", "avx512bw", "avx512vl", "avx512vnni"), ""),
+    "avx512-amx": ("vnni512", (*_AVX512, "amx-tile", "amx-int8"), ""),
+    "avx512-vnni": ("vnni512", _AVX512, "x86-64-v4"),
     "avx2-vnni": ("vnni256", (*_X86_V3, "avxvnni"), "x86-64-v3"),
     "avx2": ("maddubs", _X86_V3, "x86-64-v3"),
     "generic": ("portable", (), "x86-64"),
@@ -61,10 +68,22 @@ def host_features() -> dict[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
-def host_tier_name() -> str:
-    """The best tier this CPU can run."""
+@cache
+def _amx_is_granted() -> bool:
+    """Ask Linux for the tile registers, which a process must before its first use."""
+    if platform.system() != "Linux":
+        return False
+    arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18  # asm/prctl.h, x86-64
+    return ctypes.CDLL(None).syscall(arch_prctl, req_xcomp_perm, xtiledata) == 0
+
+
+def host_tiers() -> tuple[str, ...]:
+    """The tiers this CPU can run, best first."""
     has = host_features()
-    return next(n for n, (_, needs, _) in _TIERS.items() if all(has.get(x) for x in needs))
+    able = [name for name, (_, needs, _) in _TIERS.items() if all(has.get(x) for x in needs)]
+    if "avx512-amx" in able and not _amx_is_granted():
+        able.remove("avx512-amx")
+    return tuple(able)
 
 
 def tier(name: str | None = None) -> Tier:
@@ -72,25 +91,29 @@ def tier(name: str | None = None) -> Tier:
 
     Raises UsageError for a name outside the table or above what the host can run.
     """
-    best = host_tier_name()
-    name = name or os.environ.get("JITLLM_CPU_TIER") or best
-    able = TIER_NAMES[TIER_NAMES.index(best) :]
+    able = host_tiers()
+    name = name or os.environ.get("JITLLM_CPU_TIER") or able[0]
     if name not in able:
         raise UsageError(f"JITLLM_CPU_TIER is {name}; this CPU can run {', '.join(able)}")
-    return _make_tier(name, forced=name != best)
+    return _make_tier(name, forced=name != able[0])
 
 
 @cache
 def _make_tier(name: str, forced: bool) -> Tier:
     dot, needs, model = _TIERS[name]
-    if forced:
-        flags = ",".join(f"+{x}" for x in needs)
-        return Tier(name, dot, model, flags, has_f16=bool(needs))
     features = llvm.get_host_cpu_features()
     is_x86 = llvm.get_process_triple().startswith("x86")
-    flags = features.flatten() + (",-prefer-256-bit" if is_x86 else "")
+    wide = ",-prefer-256-bit" if is_x86 else ""
+    if forced:
+        flags = ",".join(f"+{x}" for x in needs) + wide
+        return Tier(name, dot, model if is_x86 else "", flags, has_f16=bool(needs))
     return Tier(
-        name, dot, llvm.get_host_cpu_name(), flags, not is_x86 or features.get("f16c", False)
+        name,
+        dot,
+        llvm.get_host_cpu_name(),
+        features.flatten() + wide,
+        has_f16=not is_x86 or features.get("f16c", False),
+        amx="amx-int8" in needs,
     )
 
 

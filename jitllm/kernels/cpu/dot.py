@@ -1,8 +1,8 @@
 """The int8 dot product of a tile: 16 rows x 4 columns of weights against 4 activations.
 
-`dot` adds into 16 row sums, exactly, with the best instruction of the tier. Where that instruction
-multiplies unsigned by signed bytes (VNNI), signed weights come with 128 added, and the sum starts at
--128 times the sum of the activations (`BIAS`); elsewhere they come as they are.
+`dot` adds into 16 row sums, exactly, with the best instruction of the tier. Where that multiplies
+unsigned by signed bytes (VNNI), signed weights come with 128 added (`bias`), and the sums start at
+-128 times the sum of the activations; elsewhere they come as they are.
 
 No intermediate can overflow: activations lie in -127..127, so a pair of products is at most
 2 * 128 * 127 = 32512 for signed weights and 2 * 63 * 127 for unsigned codes of 6 bits or fewer.

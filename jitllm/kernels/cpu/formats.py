@@ -42,6 +42,11 @@ class Format:
     """(f, tier, planes, super-group) -> per step, the f32[16] vectors of its shape."""
 
     @property
+    def is_signed(self) -> bool:
+        """Codes are signed bytes; all others are unsigned and below 64."""
+        return self.zero < 0
+
+    @property
     def steps(self) -> int:
         """Steps that share a super-group."""
         return QTYPES[self.qtype].group // STEP

@@ -8,16 +8,18 @@ from jitllm.kernels.cpu import ffi, threads
 from jitllm.kernels.cpu.compile import Tier, load
 from jitllm.kernels.cpu.ir import Function, Module, Value, f32, i32, i64, ptr, vec, void
 
-_VECTOR = vec(f32)
+VECTOR = vec(f32)
+"""Sixteen floats of a row."""
+
 _TOKEN_GRAIN = 16384  # activations worth a fork
 
 
 def rms(f: Function, x: Value, k: Value, eps: Value) -> Value:
     """1 / sqrt(mean(x^2) + eps) of k floats at x."""
     whole = k & -16
-    squares = f.var(f.value(0.0, _VECTOR))
+    squares = f.var(f.value(0.0, VECTOR))
     with f.loop(0, whole, 16) as i:
-        v = f.load(x, _VECTOR, i * 4, 4)
+        v = f.load(x, VECTOR, i * 4, 4)
         squares.set(f.fma(v, v, squares.get()))
     total = f.var(f.reduce(squares.get(), lambda a, b: a + b))
     with f.loop(whole, k) as i:
@@ -29,7 +31,7 @@ def rms(f: Function, x: Value, k: Value, eps: Value) -> Value:
 def each_row(f: Function, n: Value, body) -> None:
     """body(type, i) over 0..n: whole vectors, then one by one."""
     with f.loop(0, n & -16, 16) as i:
-        body(_VECTOR, i)
+        body(VECTOR, i)
     with f.loop(n & -16, n) as i:
         body(f32, i)
 

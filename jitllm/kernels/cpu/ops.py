@@ -14,11 +14,15 @@ import numpy as np
 
 from jitllm.kernels.cpu import matmul as handlers
 from jitllm.kernels.cpu import norm as norms
+from jitllm.kernels.cpu.attention import attention
 from jitllm.kernels.cpu.compile import Tier, tier
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP
-from jitllm.kernels.cpu.products import SHAPES, STEP_BYTES
+from jitllm.kernels.cpu.rows import ACTIVATIONS, FEW
+from jitllm.kernels.cpu.steps import SHAPES, STEP_BYTES
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.kernels.tensor import QuantizedTensor
+
+__all__ = ["add_norm", "attention", "gated", "matmul"]
 
 _ALIGN = 64
 
@@ -59,7 +63,7 @@ def _float_bits(x: float) -> int:
 
 
 def _padded(t: int, block: int) -> int:
-    return t if t <= handlers.FEW else -(-t // block) * block
+    return t if t <= FEW else -(-t // block) * block
 
 
 def _scratch(qtypes: Sequence[str], n: int, k: int, t: Tier) -> tuple[int, int, int]:
@@ -104,7 +108,7 @@ def _call(op, x, ws, span, out_shapes, *, norm, eps, biases, add, activation):
     ]
     at_add = optional("add", add, (n, ws[0].shape[0]))
     size, ints, floats = _scratch([w.qtype for w in ws], n, k, t)
-    params = [len(ws), k, _float_bits(eps), at_norm, at_add, activation]
+    params = [len(ws), k, _float_bits(eps), activation, at_norm, at_add]
     params += [len(out_shapes), ints, floats]
     for w, bias in zip(ws, at_bias, strict=True):
         code = handlers.enable(op, w.qtype, t)
@@ -143,7 +147,7 @@ def gated(
     activation: str,
 ) -> jax.Array:
     """activation(rms_norm(x) @ gate.T) * (rms_norm(x) @ up.T) -> f32[T, F]."""
-    names = tuple(handlers.ACTIVATIONS)
+    names = tuple(ACTIVATIONS)
     _require(activation in names, f"activation is {activation!r}; it can be {', '.join(names)}")
     n_rows = w_gate.shape[0]
     _require(

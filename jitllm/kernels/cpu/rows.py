@@ -1,0 +1,179 @@
+"""What the threads of a product call do: rows of weights, and what ends a product.
+
+Items are tiles (up to `FEW` tokens, one by one through the streaming kernel) or pairs of tiles
+(more tokens, in blocks through the panel kernel). Bias, residual, SiLU or GELU gate are applied
+while the sums are in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite.ir import Type
+
+from jitllm.kernels.cpu import panel, vmath
+from jitllm.kernels.cpu.activations import WEIGHT, Fields, job_at, weight_of
+from jitllm.kernels.cpu.compile import Tier
+from jitllm.kernels.cpu.ir import Function, Module, Value, i8, i64, ptr, void
+from jitllm.kernels.cpu.norm import VECTOR, each_row
+from jitllm.kernels.cpu.steps import PANEL_BYTES, PANEL_TILES
+
+FEW = 4
+"""Up to so many tokens, streaming the weights beats unpacking them (measured)."""
+
+ACTIVATIONS: dict[str, Callable[[Function, Value], Value]] = {
+    "silu": vmath.silu,
+    "gelu": vmath.gelu,
+}
+
+_MACRO_TOKENS = 96  # tokens that meet an unpacked panel: their sums are 12 KiB
+_RUN_TILES = 4  # tiles per call of `one`
+
+
+def write_rows(m: Module, t: Tier, gated: bool) -> None:
+    """Write rows_one(job, begin, end) over tiles and rows_many(job, begin, end) over pairs."""
+    (_write_finish_gated if gated else _write_finish)(m)
+    _write_many(m)
+    _write_rows_one(m, gated)
+    _write_rows_many(m, t, gated)
+
+
+# --- endings ----------------------------------------------------------------------------------
+
+
+def _write_finish(m: Module) -> None:
+    """finish(job, weight, token, tile, n, sums): bias and residual, into y; sums f32[n, 16]."""
+    with m.function("finish", void, [ptr, ptr, i64, i64, i64, ptr]) as f:
+        job, w = job_at(f, f.args[0]), Fields(f, f.args[1], WEIGHT)
+        token, tile, n, sums = f.args[2:]
+        row = tile * 16
+        start = (token * w["n_rows"] + row) * 4
+
+        def end(t: Type, i: Value) -> None:
+            total = f.var(f.load(sums, t, i * 4, 4))
+            for addend, at in ((w["bias"], row * 4), (job["add"], start)):
+                with f.when(addend.ne(None)):
+                    total.set(total.get() + f.load(addend + at, t, i * 4, 4))
+            f.store(total.get(), w["y"] + start, i * 4, 4)
+
+        each_row(f, f.minimum(n * 16, w["n_rows"] - row), end)
+
+
+def _write_finish_gated(m: Module) -> None:
+    """finish_gated(job, weight, token, tile, n, gate, up): activation(gate) * up, into y."""
+    with m.function("finish_gated", void, [ptr, ptr, i64, i64, i64, ptr, ptr]) as f:
+        job, w = job_at(f, f.args[0]), Fields(f, f.args[1], WEIGHT)
+        token, tile, n, gate, up = f.args[2:]
+        y = w["y"] + (token * w["n_rows"] + tile * 16) * 4
+        for code, activation in enumerate(ACTIVATIONS.values()):
+            # in place and over whole vectors: rows past the end cost nothing and harm nobody
+            with f.when(job["activation"].eq(code)), f.loop(0, n * 16, 16) as i:
+                g = activation(f, f.load(gate, VECTOR, i * 4, 4))
+                f.store(g * f.load(up, VECTOR, i * 4, 4), gate, i * 4, 4)
+        each_row(
+            f,
+            f.minimum(n * 16, w["n_rows"] - tile * 16),
+            lambda t, i: f.store(f.load(gate, t, i * 4, 4), y, i * 4, 4),
+        )
+
+
+def _finish(
+    job: Fields, w: Fields, token: Value, tile: Value, n: Value, sums: list[Value], gated: bool
+) -> None:
+    name, used = ("finish_gated", sums) if gated else ("finish", sums[:1])
+    job.f.call(job.f.module.ir.globals[name], job.base, w.base, token, tile, n, *used)
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def _each_item(job: Fields, begin: Value, end: Value, body, gated: bool) -> None:
+    """body(weight, first, last) for the part of begin..end that belongs to each weight.
+
+    The two weights of a gate share their items: the body sees the first.
+    """
+    if gated:
+        body(weight_of(job, 0), begin, end)
+        return
+    f = job.f
+    with f.loop(0, job["n_weights"]) as i:
+        w = weight_of(job, i)
+        first = f.binary("smax", begin - w["first_item"], 0)
+        last = f.minimum(end - w["first_item"], w["n_items"])
+        with f.when(first < last):
+            body(w, first, last)
+
+
+def _run_one(job: Fields, w: Fields, token: Value, tile: Value, n: Value, out: Value) -> None:
+    x = w["x"] + token * w["x_block_bytes"]
+    tiles = w["tiles"] + tile * w["tile_bytes"]
+    job.f.call(w["one"], x, tiles, job["k"], w["tile_bytes"], n, out)
+
+
+def _write_rows_one(m: Module, gated: bool) -> None:
+    with m.function("rows_one", void, [ptr, i64, i64]) as f:
+        address, begin, end = f.args
+        job = job_at(f, address)
+        outs = [f.stack(VECTOR, _RUN_TILES, align=64) for _ in range(2)]
+
+        def tiles(w: Fields, first: Value, last: Value) -> None:
+            with f.loop(first, last, _RUN_TILES) as tile, f.loop(0, job["n_tokens"]) as token:
+                n = f.minimum(last - tile, _RUN_TILES)
+                _run_one(job, w, token, tile, n, outs[0])
+                if gated:
+                    _run_one(job, weight_of(job, 1), token, tile, n, outs[1])
+                _finish(job, w, token, tile, n, outs, gated)
+
+        _each_item(job, begin, end, tiles, gated)
+
+
+def _write_many(m: Module) -> None:
+    """many(job, weight, pair, block, n, sums, panels): `n` token blocks against two tiles.
+
+    sums f32[n * block_tokens, 2, 16]; `panels` is room for two.
+    """
+    with m.function("many", void, [ptr, ptr, i64, i64, i64, ptr, ptr]) as f:
+        job, w = job_at(f, f.args[0]), Fields(f, f.args[1], WEIGHT)
+        pair, block, n, sums, panels = f.args[2:]
+        sums_bytes = w["block_tokens"] * (64 * PANEL_TILES)
+        with f.loop(0, n * sums_bytes, 64) as i:
+            f.store(f.value(0.0, VECTOR), sums, i, 64)
+        # past the end the last tile is computed again
+        tiles = [f.minimum(pair * PANEL_TILES + j, w["n_tiles"] - 1) for j in range(PANEL_TILES)]
+        with f.loop(0, w["steps"], w["panel_steps"]) as step:
+            count = f.minimum(w["steps"] - step, w["panel_steps"])
+            for j, tile in enumerate(tiles):
+                address = w["tiles"] + tile * w["tile_bytes"]
+                f.call(w["unpack"], address, job["k"], step, count, panels + j * PANEL_BYTES)
+            x = w["x"] + (block * w["x_block_bytes"] + step * w["x_step_bytes"])
+            with f.loop(0, n) as b:
+                x_block = x + b * w["x_block_bytes"]
+                f.call(w["panel"], x_block, panels, count, sums + b * sums_bytes)
+
+
+def _write_rows_many(m: Module, t: Tier, gated: bool) -> None:
+    many = m.ir.globals["many"]
+    with m.function("rows_many", void, [ptr, i64, i64]) as f:
+        address, begin, end = f.args
+        job = job_at(f, address)
+        panels = f.stack(i8, PANEL_TILES * PANEL_BYTES, align=64)
+        rooms = [f.stack(VECTOR, _MACRO_TOKENS * PANEL_TILES, align=64) for _ in range(2)]
+
+        def pairs(w: Fields, first: Value, last: Value) -> None:
+            n_tokens = job["n_tokens"]
+            with f.loop(0, n_tokens, _MACRO_TOKENS) as token, f.loop(first, last) as pair:
+                count = f.minimum(n_tokens - token, _MACRO_TOKENS)
+                for i, room in enumerate(rooms if gated else rooms[:1]):
+                    w_i = weight_of(job, i) if gated else w
+                    size = w_i["block_tokens"]
+                    blocks = (count + size - 1) // size
+                    f.call(many, address, w_i.base, pair, token // size, blocks, room, panels)
+                tile = pair * PANEL_TILES
+                n = f.minimum(w["n_tiles"] - tile, PANEL_TILES)
+                with f.loop(0, count) as i:
+                    sums = [room + i * (64 * PANEL_TILES) for room in rooms]
+                    _finish(job, w, token + i, tile, n, sums, gated)
+
+        panel.enter(f, t)
+        _each_item(job, begin, end, pairs, gated)
+        panel.leave(f, t)
