@@ -36,7 +36,9 @@ def machine(host: int | None = None, **budgets: int | None) -> list[Device]:
     return [Device("host", budget_bytes=host), *others]
 
 
-STORIES_PAGES = pages(blocks=[181 * KIB] * 5, head=[128 * KIB], dense=4 * KIB)
-"""stories260K: five blocks and a head that is the embedding too."""
-STORIES_KV = [32 * KIB] * 5
-"""Its cache for 256 tokens of f16."""
+STORIES_PAGES = pages([180 * KIB] * 5, [128 * KIB], embed=128 * KIB, dense=4 * KIB)
+"""The pages of stories260K's container: five blocks, a head and an embedding of its own."""
+STORIES_KV = [64 * KIB] * 5
+"""Its cache for all of its 512 tokens, f16."""
+STORIES_WORKSPACE = 1584 * KIB
+"""Activations of a prefill step of 512 tokens."""
