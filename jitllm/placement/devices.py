@@ -181,24 +181,24 @@ def open_devices(
 ) -> list[Device]:
     """The host, always first, and then every other device asked for, in order, ready for use.
 
-    A device without a budget of its own gets `default_budget` of what is free. `host_memory` is
-    also what devices that share it have. DeviceError for a backend or a device that is not there,
-    that does not open, or that has less free than its budget, and for one named twice. `auto`
-    leaves out what does not open or does not say how much memory it has; nothing else may end on
-    the host without a word.
+    A device without a budget of its own gets `default_budget` of what is free; `host_memory` is
+    what devices that share it divide between them. DeviceError for a backend or a device that is
+    not there, that does not open, or that has less free than its budget, and for one named twice.
+    `auto` leaves out what does not open or does not say how much memory it has; nothing else may
+    end on the host without a word.
     """
     _make_cpu_devices(requests)
     present = _present(host_memory)
-    devices = [_host(present)]
+    asked: list[Device] = []
     for request in requests:
         for device in _select(request, present):
             if device.is_host:
                 continue
-            if device in devices:
+            if device in asked:
                 raise DeviceError(f"-devices names {device.id} twice; name each device once")
             _try_out(device)
-            devices.append(_with_budget(device, request.budget_bytes))
-    return devices
+            asked.append(replace(device, budget_bytes=request.budget_bytes))
+    return [_host(present), *(_with_budget(device, asked) for device in asked)]
 
 
 def list_devices(host_memory: MemoryReader = machine_memory) -> list[Device]:
@@ -339,21 +339,31 @@ def _try_out(device: Device) -> None:
         raise DeviceError(f"{device.id} cannot be opened: {_first_line(error)}") from error
 
 
-def _with_budget(device: Device, budget_bytes: int | None) -> Device:
-    free_bytes = device.free_bytes
+def _with_budget(device: Device, opened: Sequence[Device]) -> Device:
+    """`device` with a budget: its own, or of what is free what `opened` devices leave it."""
+    free_bytes, budget_bytes = device.memory()[0] if device.memory else None, device.budget_bytes
     if budget_bytes is None and free_bytes is None:
         raise DeviceError(
             f"{device.id} does not say how much memory it has; give it a budget, as in "
             f"-devices {device.id}=8G"
         )
     if budget_bytes is None:
-        budget_bytes = default_budget(free_bytes)
-    elif free_bytes is not None and budget_bytes > free_bytes:
+        return replace(device, budget_bytes=_share(device, default_budget(free_bytes), opened))
+    if free_bytes is not None and budget_bytes > free_bytes:
         raise DeviceError(
             f"{device.id} has {format_size(free_bytes)} free, less than its budget of "
             f"{format_size(budget_bytes)}; lower {device.id}=SIZE"
         )
-    return replace(device, budget_bytes=budget_bytes)
+    return device
+
+
+def _share(device: Device, n_bytes: int, opened: Sequence[Device]) -> int:
+    """What `device` may have of `n_bytes` that are free to it, as memory is counted once."""
+    if not device.shares_host_memory:
+        return n_bytes
+    budgets = [other.budget_bytes for other in opened if other.shares_host_memory]
+    taken = sum(budget for budget in budgets if budget is not None)
+    return max(0, n_bytes - taken) // budgets.count(None)
 
 
 def _first_line(error: Exception) -> str:

@@ -159,7 +159,12 @@ def test_memory_that_is_the_hosts_is_marked_and_read_there(machine):
         True,
     ]
     assert (rasteriser.free_bytes, cpu.total_bytes) == (6 * GIB, 8 * GIB)
-    assert cpu.budget_bytes == 6 * GIB - 768 * MIB
+
+
+def test_memory_that_devices_share_is_given_out_once(machine):
+    budgets = [device.budget_bytes for device in _open("cpu:1,cuda:0,cpu:2")]
+    assert budgets == [None, (6 * GIB - 768 * MIB) // 2, 63 * GIB, (6 * GIB - 768 * MIB) // 2]
+    assert _open("cpu:1=1G,cpu:2")[2].budget_bytes == 5 * GIB - 768 * MIB
 
 
 _THERE = "there is: cpu, cuda:0, cuda:1, npu:0, cpu:1, cpu:2"
