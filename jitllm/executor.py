@@ -53,19 +53,6 @@ class Place:
     steps: Steps
 
 
-@dataclass(frozen=True)
-class _Input:
-    """What every device needs of a pass, on the host; `on` gives it on a device."""
-
-    ropes: list[np.ndarray]
-    span: np.ndarray
-    spans: list[np.ndarray]
-
-    def on(self, device: jax.Device) -> Rows:
-        ropes, span, spans = jax.device_put((self.ropes, self.span, self.spans), device)
-        return Rows(tuple(ropes), span, tuple(spans))
-
-
 class Executor:
     """One model on its devices. One pass at a time: `Pager.step` sees to it."""
 
@@ -151,13 +138,13 @@ class Executor:
         """(x[T, D] after all blocks, False), or (logits f32[T, V], True) where `with_head` and the
         head could be part of the last step. The valid rows come first."""
         few = not self._one_row and all(len(feed.ids) == 1 for feed in feeds)
-        x, given = self._inputs(feeds, len(feeds) if few else CHUNK_TOKENS)
+        x, rows = self._inputs(feeds, len(feeds) if few else CHUNK_TOKENS)
         has_logits = False
         for partition in self.plan.partitions:
             place = self._places[partition.device]
             self._cross(place.id)
-            rows = given.on(place.store.device)
-            x = jax.device_put(x, place.store.device)
+            if isinstance(x, jax.Array):
+                x = jax.device_put(x, place.store.device)
             run = self._run(partition, place, few, with_head)
             if run is not None:
                 x, has_logits = self._step(run, place, partition.first, x, feeds, rows)
@@ -240,21 +227,20 @@ class Executor:
         """(first row, logits of some rows) of x through one slab, `_HEAD_ROWS` at a time."""
         # XLA's loops, and with them the last bits, depend on how many rows a step is made for.
         rows = _HEAD_ROWS if self._one_row else min(len(x), _HEAD_ROWS)
-        device = place.store.device
+        layout, norm = place.store.layouts[page], self._norm_on(place)
         for at in range(0, len(x), rows):
             part = x[at : at + rows]
             padded = np.zeros((rows, x.shape[1]), np.float32)
             padded[: len(part)] = part
-            arrays = jax.device_put((padded, np.array([0, len(part)], np.int32)), device)
-            layout = place.store.layouts[page]
-            yield at, place.steps.head(layout, arrays[0], weight, self._norm_on(place), arrays[1])
+            span = np.array([0, len(part)], np.int32)
+            yield at, place.steps.head(layout, padded, weight, norm, span)
 
     def _norm_on(self, place: Place) -> jax.Array:
         if place.id not in self._norms:
             self._norms[place.id] = jax.device_put(self._norm, place.store.device)
         return self._norms[place.id]
 
-    def _inputs(self, feeds: Sequence[Feed], n_rows: int) -> tuple[np.ndarray, _Input]:
+    def _inputs(self, feeds: Sequence[Feed], n_rows: int) -> tuple[np.ndarray, Rows]:
         """(x[T, D], what else a pass needs): the embedding of the new tokens, where they stand."""
         ids = [token for feed in feeds for token in feed.ids]
         x = np.zeros((n_rows, self._config.width), np.float32)
@@ -266,7 +252,7 @@ class Executor:
         ropes = [rope_rows(*rope, positions) for rope in self._ropes]
         spans = [np.array([f.position, len(f.ids)], np.int32) for f in feeds]
         whole = np.array([feeds[0].position, len(ids)], np.int32)
-        return x, _Input(ropes, whole, spans)
+        return x, Rows(tuple(ropes), whole, tuple(spans))
 
     def _embedding_rows(self, batch: EmbeddingUnits) -> np.ndarray:
         """f32[tokens, D]: the rows that one batch of look-ups brought."""

@@ -95,19 +95,23 @@ def run_block(x, w: BlockWeights, kvs: Caches, rope, span, spans, spec: BlockSpe
     return jax.lax.fori_loop(0, span[1], step, (x, kvs))
 
 
-def run_head(x, w: Any, norm, span, eps: float, softcap: float, ops: Ops) -> jax.Array:
-    """Logits f32[T, rows of w] of x[T, D] for one slab of the output head."""
-    w = ops.prepare(w)
+def run_head(
+    x, slabs: tuple[Any, ...], norm, span, eps: float, softcap: float, ops: Ops
+) -> tuple[jax.Array, ...]:
+    """Logits f32[T, rows of w] of x[T, D] for each slab w of the output head."""
+    slabs = tuple(ops.prepare(w) for w in slabs)
 
     def logits(x, span):
-        y = ops.matmul(x, (w,), span, norm=norm, eps=eps)[0]
-        return softcap * jnp.tanh(y / softcap) if softcap else y
+        ys = ops.matmul(x, slabs, span, norm=norm, eps=eps)
+        return tuple(softcap * jnp.tanh(y / softcap) if softcap else y for y in ys)
 
     if not ops.one_row:
         return logits(x, span)
 
-    def step(t, out):
-        y = logits(_row(x, t), jnp.stack([span[0] + t, jnp.int32(1)]))
-        return jax.lax.dynamic_update_slice_in_dim(out, y, t, 0)
+    def step(t, outs):
+        ys = logits(_row(x, t), jnp.stack([span[0] + t, jnp.int32(1)]))
+        pairs = zip(outs, ys, strict=True)
+        return tuple(jax.lax.dynamic_update_slice_in_dim(out, y, t, 0) for out, y in pairs)
 
-    return jax.lax.fori_loop(0, span[1], step, jnp.zeros((x.shape[0], w.shape[0]), jnp.float32))
+    empty = tuple(jnp.zeros((x.shape[0], w.shape[0]), jnp.float32) for w in slabs)
+    return jax.lax.fori_loop(0, span[1], step, empty)
