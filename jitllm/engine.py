@@ -26,11 +26,11 @@ from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import DTYPES, KVCache, empty_cache, kv_bytes
 from jitllm.model.weights import vectors
 from jitllm.mover import Mover
-from jitllm.paging.budget import Charge, Ledger, LedgerReport, automatic_budget
+from jitllm.paging.budget import Charge, Ledger, LedgerReport, automatic_budget, memory_limits
 from jitllm.paging.container import Container, remake
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
-from jitllm.placement.devices import Device, machine_memory, open_devices, parse_devices
+from jitllm.placement.devices import Device, limit, open_devices, parse_devices
 from jitllm.placement.plan import Plan
 from jitllm.placement.planner import plan
 from jitllm.placement.rules import Profile, override
@@ -43,6 +43,8 @@ from jitllm.units import parse_size
 
 DEFAULT_MAX_SEQ = 4096
 """Tokens of context where nobody asks: the KV cache is allocated whole."""
+_STEP_BYTES = 64 << 10
+"""What a step needs whatever its rows: tables, scratch of the kernels."""
 _FIRST_CAPACITY = 256
 """Tokens that a cache holds at first where blocks give way to its growth."""
 Say = Callable[[str], None]
@@ -93,7 +95,7 @@ class Engine:
         self.max_seq = _max_seq(self.config, max_seq)
         self.kv_dtype, self.profile = kv, profile
         self._container, self._automatic = container, budget_bytes is None
-        budget = automatic_budget() if budget_bytes is None else budget_bytes
+        budget = _automatic_budget(devices) if budget_bytes is None else budget_bytes
         host, *others = devices
         self.devices = (replace(host, budget_bytes=budget), *others)
         """Where blocks can be: the host, then what `-devices` opened."""
@@ -160,7 +162,8 @@ class Engine:
         if isinstance(maxmem, str):
             maxmem = parse_size(maxmem)
         profile = override(profile or Profile(), devices=devices)
-        opened = _open_devices(profile, vram)
+        requests = profile.devices or parse_devices("auto")
+        opened = open_devices(limit(requests, vram), _free_memory)
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         path = resolve(str(model), say=say or quiet, progress=progress or quiet)
         _enable_compilation_cache()
@@ -382,10 +385,11 @@ class Engine:
         return kvs, charges
 
     def _workspace_bytes(self) -> int:
-        """The most that a prefill step's activations take on a device, from their shapes."""
+        """The most that a prefill step's activations take on a device, from their shapes: beside
+        the residual, what a product reads and writes."""
         c, a = self.config, self.config.blocks[0].attention
-        heads = (2 * a.n_heads + 2 * a.n_kv_heads) * a.head_dim
-        return 4 * CHUNK_TOKENS * (4 * c.width + heads + 2 * c.ff_width)
+        heads = (a.n_heads + 2 * a.n_kv_heads) * a.head_dim
+        return 4 * CHUNK_TOKENS * (3 * c.width + 2 * max(c.ff_width, heads)) + _STEP_BYTES
 
     def _own_session(self) -> Session:
         if self._scratch is None:
@@ -411,13 +415,16 @@ def _max_seq(config: ModelConfig, asked: int | None) -> int:
     return asked
 
 
-def _open_devices(profile: Profile, vram: int | None) -> list[Device]:
-    requests = profile.devices or parse_devices("auto")
-    requests = [
-        r if r.budget_bytes is not None or r.name == "cpu" else replace(r, budget_bytes=vram)
-        for r in requests
-    ]
-    return open_devices(requests, machine_memory)
+def _free_memory() -> tuple[int, int]:
+    """Free and total bytes, within the control groups around the process."""
+    limits = memory_limits()
+    return limits.usable_bytes, limits.total_bytes
+
+
+def _automatic_budget(devices: Sequence[Device]) -> int:
+    """The host's budget where nobody sets one: not what devices in the same memory were given."""
+    lent = sum(d.budget_bytes or 0 for d in devices[1:] if d.shares_host_memory)
+    return max(0, automatic_budget() - lent)
 
 
 def _enable_compilation_cache() -> None:
