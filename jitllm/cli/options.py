@@ -7,10 +7,12 @@ from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jitllm.cli.terminal import progress_bar, say
+from jitllm.errors import UsageError
 from jitllm.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from jitllm.engine import Engine
+    from jitllm.placement.rules import Profile
 
 Size = Annotated[
     int,
@@ -35,31 +37,73 @@ class EngineOptions:
 
     maxmem: Size | None = None
     """Memory for weights; unset: 80 % of what is free. The rest is read from disk as needed."""
-    devices: str | None = None
-    """auto (if unset), all, cpu, gpu[:N] or PLATFORM[:N]; a comma list, each may end in =SIZE."""
     max_seq: int | None = None
     """Room for N tokens, prompt and reply together; unset: the model's limit, at most 4096."""
-    kv: Literal["f16", "f32"] = "f16"
-    """Type of the cached keys and values."""
+    kv: Literal["f16", "f32"] | None = None
+    """Type of the cached keys and values; unset: f16, or what the profile says."""
     threads: int | None = None
     """CPU threads; unset: the physical cores this process may use."""
     no_check: bool = False
     """Do not check the hash of each page that is read from disk."""
+    devices: str | None = None
+    """auto (if unset), all, cpu, gpu[:N] or PLATFORM[:N]; a comma list, each may end in =SIZE."""
+    vram: Size | None = None
+    """Memory for each device without a =SIZE of its own; unset: what is free, less a reserve."""
+    gpu_layers: int | None = None
+    """Put the last N blocks on devices; more than there are takes the output head too."""
+    placement: str | None = None
+    """SEL=WHERE,...: SEL is N, A-B, head or *; WHERE is host or a device, ! pinned, ~ streamed."""
+    placement_strict: bool = False
+    """Refuse a placement that does not fit, rather than leaving blocks on the host."""
+    relocate: bool = False
+    """When a growing KV cache fills a device, send its last blocks home until there is room."""
+    gpu_grow: bool = False
+    """Let devices take more of the host's blocks while they have room."""
+    profile: str | None = None
+    """YAML file that says all this; the flags win over it."""
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a count that cannot be."""
+        for name, least in (("max_seq", 1), ("threads", 1), ("gpu_layers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = "-" + name.replace("_", "-")
+                raise UsageError(
+                    f"{flag} has to be a whole number in [{least}, inf), but is {value}"
+                )
 
     def open(self, model: str) -> "Engine":
         """The engine for `model`: a container, a GGUF or a catalog name, fetched and converted
         with a progress bar where need be."""
+        profile = self.effective_profile()
         from jitllm.engine import Engine
 
         with progress_bar() as progress:
             return Engine.open(
                 model,
                 maxmem=self.maxmem,
-                devices=self.devices,
+                profile=profile,
+                vram=self.vram,
+                grow=self.gpu_grow,
                 max_seq=self.max_seq,
-                kv=self.kv,
+                kv=profile.kv_dtype,
                 threads=self.threads,
                 check_hashes=not self.no_check,
                 say=say,
                 progress=progress,
             )
+
+    def effective_profile(self) -> "Profile":
+        """The profile of the file, if any, with what the flags say instead."""
+        from jitllm.placement.profile import load_profile
+        from jitllm.placement.rules import Profile, override
+
+        return override(
+            load_profile(self.profile) if self.profile else Profile(),
+            devices=self.devices,
+            placement=self.placement,
+            kv_dtype=self.kv,
+            gpu_layers=self.gpu_layers,
+            strict=self.placement_strict or None,
+            relocate=self.relocate or None,
+        )
