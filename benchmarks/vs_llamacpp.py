@@ -1,6 +1,6 @@
 """jitllm and llama.cpp on the same file and the same work, in turn, in one run.
 
-    python -m benchmarks.vs_llamacpp MODEL.gguf [--rounds 7] [-p 512] [-n 128] [--threads N] [--json]
+    python -m benchmarks.vs_llamacpp MODEL.gguf [--rounds 7] [-p 512] [-n 128] [--json]
 
 Each engine lives in a process of its own that is idle while the other works. A round is: prefill of
 `-p` random tokens into an empty context by both, then `-n` single tokens from an empty context by
