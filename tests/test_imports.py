@@ -24,6 +24,7 @@ MEETING_PLACE = [
     "jitllm.prefix_cache",
     "jitllm.evaluate",
     "jitllm.speed",
+    "jitllm.verify",
 ]
 PLAIN = ["jitllm.errors", "jitllm.units"]
 
@@ -65,6 +66,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "jitllm.server": [
         *MEETING_PLACE,
         "jitllm.server",
+        "jitllm.paging.budget",
         "jitllm.catalog",
         "jitllm.placement",
         "jitllm.reports",
