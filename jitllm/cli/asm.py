@@ -12,17 +12,16 @@ def asm(qtype: str, /) -> None:
     Args:
         qtype: A weight type, such as Q4_K.
     """
+    from jitllm.kernels.ops import choose
     from jitllm.kernels.qtypes import QTYPES
 
     name = qtype.upper()
     if name not in QTYPES:
         raise UsageError(f"{qtype} is not a weight type of jitllm ({', '.join(QTYPES)})")
-    try:
-        from jitllm.kernels.cpu.compile import assembly, tier
-        from jitllm.kernels.cpu.products import build_panel, build_type, shape_of
-    except ImportError as error:
-        raise JitllmError(f"nothing is generated here: {error}") from None
-    here = tier()
-    for unit, build in ((name, build_type(name)), ("panel", build_panel(shape_of(name)))):
-        print(f"# {unit} for {here.name}")
-        print(assembly(build, here))
+    ops, note = choose("cpu")
+    if ops.name != "cpu":
+        raise JitllmError(f"nothing is generated here: the kernels are {note}")
+    from jitllm.kernels.cpu.compile import tier
+    from jitllm.kernels.cpu.matmul import type_assembly
+
+    print(f"# {name} {note}\n{type_assembly(name, tier())}", end="")

@@ -73,14 +73,11 @@ def serve(*, settings: OmitArgPrefixes[ServeFlags] = _SERVE) -> None:
     """Answer OpenAI-style requests until SIGTERM, which lets replies under way finish."""
     from jitllm.server.serve import serve as run_server
 
-    keys = {name: os.environ.get(f"JITLLMD_{name.upper()}") for name in ("api_key", "admin_key")}
-    run_server(
-        replace(settings, **{k: v for k, v in keys.items() if v and not _of(settings, k)}), say
-    )
-
-
-def _of(settings: Settings, name: str) -> Any:
-    return getattr(settings, name)
+    keys = {
+        name: getattr(settings, name) or os.environ.get(f"JITLLMD_{name.upper()}")
+        for name in ("api_key", "admin_key")
+    }
+    run_server(replace(settings, **keys), say)
 
 
 def devices(*, server: OmitArgPrefixes[ClientFlags] = _CLIENT) -> None:
@@ -124,9 +121,8 @@ def models(
     }
     given = {name: value for name, value in options.items() if value is not None}
     if given and load is None:
-        raise UsageError(
-            f"-{next(iter(given)).replace('_', '-')} is for a model to load; add -load FILE"
-        )
+        flag = next(iter(given)).replace("_", "-")
+        raise UsageError(f"-{flag} is for a model to load; add -load FILE")
     if load is not None:
         client.post("/jitllm/models", {"file": load, **given})
     if unload is not None:

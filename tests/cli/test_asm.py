@@ -16,7 +16,13 @@ def test_the_assembly_of_a_type_holds_its_three_functions(cli, qtype):
 def test_a_tier_can_be_named(cli, monkeypatch):
     pytest.importorskip("llvmlite")
     monkeypatch.setenv("JITLLM_CPU_TIER", "generic")
-    assert cli("asm", "Q4_0").out.startswith("# Q4_0 for generic\n")
+    assert cli("asm", "Q4_0").out.startswith("# Q4_0 generated for generic\n")
+
+
+def test_where_nothing_is_generated_the_reason_is_said(cli, monkeypatch):
+    monkeypatch.setenv("JITLLM_KERNELS", "xla")
+    reason = "nothing is generated here: the kernels are portable XLA (JITLLM_KERNELS=xla)"
+    assert cli("asm", "Q4_0") == (1, "", f"jitllm: {reason}\n")
 
 
 def test_a_type_that_is_none_is_refused_with_the_table(cli):

@@ -24,7 +24,7 @@ from jitllm.kernels.cpu.activations import (
     weight_of,
     write_prepare,
 )
-from jitllm.kernels.cpu.compile import Tier, load
+from jitllm.kernels.cpu.compile import Tier, assembly, load
 from jitllm.kernels.cpu.formats import CODES
 from jitllm.kernels.cpu.ir import Function, Module, Value, i8, i32, i64, ptr
 from jitllm.kernels.cpu.panel import write_panel, write_unpack
@@ -186,3 +186,8 @@ def enable(op: str, qtype: str, t: Tier) -> int:
     for i, name in enumerate(_TABLE):
         ctypes.c_uint64.from_address(at + 8 * i).value = kernels[name]
     return CODES[qtype]
+
+
+def type_assembly(qtype: str, t: Tier) -> str:
+    """What `enable` loads for a weight type, as text: `one` and `unpack`, then `panel`."""
+    return assembly(build_type(qtype), t) + assembly(build_panel(shape_of(qtype)), t)
