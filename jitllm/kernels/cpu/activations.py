@@ -141,8 +141,17 @@ def _write_quantise(m: Module) -> None:
         codes = [round_bits(v * inverse.splat()).trunc(i8) for v in (a, b)]
         for h, v in enumerate(codes):
             f.store(v, to, i * STEP + 16 * h)
-        first, last = (f.reduce(v.sext(i32), lambda p, q: p + q) for v in codes)
+        first, last = _sums(*(v.sext(i32) for v in codes))
         d, field = amax / 127.0, to + (tokens * STEP + i * 4)
         total = first + last
         for n, value in enumerate((d, d * total.to_f32(), total * -128, first * -128)):
             f.store(value, field, tokens * (4 * n), 4)
+
+
+def _sums(a: Value, b: Value) -> tuple[Value, Value]:
+    """The sums of the lanes of two i32[16], folded together."""
+    low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+    v = a.shuffle(low, b) + a.shuffle(high, b)
+    for distance in (4, 2, 1):
+        v = v + v.shuffle([lane ^ distance for lane in range(16)])
+    return v.lane(0), v.lane(8)

@@ -41,47 +41,67 @@ def write_rows(m: Module, t: Tier, gated: bool) -> None:
 # --- endings ----------------------------------------------------------------------------------
 
 
+_FINISH_ARGS = [ptr, ptr, i64, i64, i64, i64, ptr]
+
+
+def _each_token(f: Function, body: Callable[[Value, Value], None]) -> None:
+    """body(token, i) for the tokens of a `finish` call."""
+    first, count = f.args[2:4]
+    with f.loop(0, count) as i:
+        body(first + i, i)
+
+
 def _write_finish(m: Module) -> None:
-    """finish(job, weight, token, tile, n, sums): bias and residual, into y; sums f32[n, 16]."""
-    with m.function("finish", void, [ptr, ptr, i64, i64, i64, ptr]) as f:
+    """finish(job, weight, token, count, tile, n, sums): bias and residual, into y.
+
+    `count` tokens from `token` on, `n` tiles from `tile` on; sums f32[count, n, 16].
+    """
+    with m.function("finish", void, _FINISH_ARGS) as f:
         job, w = job_at(f, f.args[0]), Fields(f, f.args[1], WEIGHT)
-        token, tile, n, sums = f.args[2:]
+        tile, n, sums = f.args[4:]
+        n_rows, y, bias, add = w["n_rows"], w["y"], w["bias"], job["add"]
         row = tile * 16
-        start = (token * w["n_rows"] + row) * 4
+        rows = f.minimum(n * 16, n_rows - row)
 
-        def end(t: Type, i: Value) -> None:
-            total = f.var(f.load(sums, t, i * 4, 4))
-            for addend, at in ((w["bias"], row * 4), (job["add"], start)):
-                with f.when(addend.ne(None)):
-                    total.set(total.get() + f.load(addend + at, t, i * 4, 4))
-            f.store(total.get(), w["y"] + start, i * 4, 4)
+        def write(token: Value, i: Value) -> None:
+            start = (token * n_rows + row) * 4
 
-        each_row(f, f.minimum(n * 16, w["n_rows"] - row), end)
+            def end(t: Type, r: Value) -> None:
+                total = f.var(f.load(sums + i * n * 64, t, r * 4, 4))
+                for addend, at in ((bias, row * 4), (add, start)):
+                    with f.when(addend.ne(None)):
+                        total.set(total.get() + f.load(addend + at, t, r * 4, 4))
+                f.store(total.get(), y + start, r * 4, 4)
+
+            each_row(f, rows, end)
+
+        _each_token(f, write)
 
 
 def _write_finish_gated(m: Module) -> None:
-    """finish_gated(job, weight, token, tile, n, gate, up): activation(gate) * up, into y."""
-    with m.function("finish_gated", void, [ptr, ptr, i64, i64, i64, ptr, ptr]) as f:
+    """finish_gated(job, weight, token, count, tile, n, gate, up): activation(gate) * up, into y."""
+    with m.function("finish_gated", void, [*_FINISH_ARGS, ptr]) as f:
         job, w = job_at(f, f.args[0]), Fields(f, f.args[1], WEIGHT)
-        token, tile, n, gate, up = f.args[2:]
-        y = w["y"] + (token * w["n_rows"] + tile * 16) * 4
+        count, tile, n, gate, up = f.args[3:]
         for code, activation in enumerate(ACTIVATIONS.values()):
             # in place and over whole vectors: rows past the end cost nothing and harm nobody
-            with f.when(job["activation"].eq(code)), f.loop(0, n * 16, 16) as i:
+            with f.when(job["activation"].eq(code)), f.loop(0, count * n * 16, 16) as i:
                 g = activation(f, f.load(gate, VECTOR, i * 4, 4))
                 f.store(g * f.load(up, VECTOR, i * 4, 4), gate, i * 4, 4)
-        each_row(
-            f,
-            f.minimum(n * 16, w["n_rows"] - tile * 16),
-            lambda t, i: f.store(f.load(gate, t, i * 4, 4), y, i * 4, 4),
-        )
+        n_rows, y = w["n_rows"], w["y"]
+        rows = f.minimum(n * 16, n_rows - tile * 16)
+
+        def write(token: Value, i: Value) -> None:
+            to, sums = y + (token * n_rows + tile * 16) * 4, gate + i * n * 64
+            each_row(f, rows, lambda t, r: f.store(f.load(sums, t, r * 4, 4), to, r * 4, 4))
+
+        _each_token(f, write)
 
 
-def _finish(
-    job: Fields, w: Fields, token: Value, tile: Value, n: Value, sums: list[Value], gated: bool
-) -> None:
+def _finish(job: Fields, w: Fields, part: tuple[Value, ...], sums: list[Value], gated: bool):
+    """End the products of `part`: (token, count, tile, n)."""
     name, used = ("finish_gated", sums) if gated else ("finish", sums[:1])
-    job.f.call(job.f.module.ir.globals[name], job.base, w.base, token, tile, n, *used)
+    job.f.call(job.f.module.ir.globals[name], job.base, w.base, *part, *used)
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -122,7 +142,7 @@ def _write_rows_one(m: Module, gated: bool) -> None:
                 _run_one(job, w, token, tile, n, outs[0])
                 if gated:
                     _run_one(job, weight_of(job, 1), token, tile, n, outs[1])
-                _finish(job, w, token, tile, n, outs, gated)
+                _finish(job, w, (token, f.value(1, i64), tile, n), outs, gated)
 
         _each_item(job, begin, end, tiles, gated)
 
@@ -168,11 +188,8 @@ def _write_rows_many(m: Module, t: Tier, gated: bool) -> None:
                     size = w_i["block_tokens"]
                     blocks = (count + size - 1) // size
                     f.call(many, address, w_i.base, pair, token // size, blocks, room, panels)
-                tile = pair * PANEL_TILES
-                n = f.minimum(w["n_tiles"] - tile, PANEL_TILES)
-                with f.loop(0, count) as i:
-                    sums = [room + i * (64 * PANEL_TILES) for room in rooms]
-                    _finish(job, w, token + i, tile, n, sums, gated)
+                part = (token, count, pair * PANEL_TILES, f.value(PANEL_TILES, i64))
+                _finish(job, w, part, rooms, gated)
 
         panel.enter(f, t)
         _each_item(job, begin, end, pairs, gated)
