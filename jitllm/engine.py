@@ -26,7 +26,14 @@ from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import DTYPES, KVCache, empty_cache, kv_bytes
 from jitllm.model.weights import vectors
 from jitllm.mover import Mover
-from jitllm.paging.budget import Charge, Ledger, LedgerReport, automatic_budget, memory_limits
+from jitllm.paging.budget import (
+    Charge,
+    Ledger,
+    LedgerReport,
+    automatic_budget,
+    memory_limits,
+    usable_cores,
+)
 from jitllm.paging.container import Container, remake
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
@@ -167,7 +174,7 @@ class Engine:
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         path = resolve(str(model), say=say or quiet, progress=progress or quiet)
         _enable_compilation_cache()
-        set_threads(threads)
+        set_threads(usable_cores() if threads is None else threads)
         return cls(
             Container.open(path),
             budget_bytes=maxmem,

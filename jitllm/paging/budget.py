@@ -168,13 +168,13 @@ def memory_limits(root: str | os.PathLike[str] = "/") -> MemoryLimits:
 
 
 def usable_cores(root: str | os.PathLike[str] = "/") -> int:
-    """Cores to compute on: those of the cpuset, and no more than the CPU quota pays for.
+    """Cores to compute on: the physical ones of the cpuset, no more than the CPU quota pays for.
 
     A quota of 1.5 CPUs gives 2: two threads that are throttled do more than one that is not.
     """
     root = Path(root)
     quotas = [quota for group in _cgroups(root, "cpu") if (quota := _cpu_quota(group))]
-    return max(1, math.ceil(min([_allowed_cores(root), *quotas])))
+    return max(1, math.ceil(min([_physical_cores(root), *quotas])))
 
 
 def rss_bytes(root: str | os.PathLike[str] = "/") -> int:
@@ -209,13 +209,19 @@ def _system_memory(root: Path) -> tuple[int, int]:
     return memory.total, memory.available
 
 
-def _allowed_cores(root: Path) -> int:
-    """Cores in the process's cpuset, from a list such as `0-3,8`."""
+def _physical_cores(root: Path) -> int:
+    """Physical cores in the process's cpuset; CPUs that share one are counted once."""
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return len({_read(root / topology.format(cpu)) or cpu for cpu in _allowed_cpus(root)})
+
+
+def _allowed_cpus(root: Path) -> list[int]:
+    """The CPUs of the process's cpuset, from a list such as `0-3,8`."""
     text = _fields(root / "proc/self/status").get("Cpus_allowed_list")
     if not text:
-        return os.cpu_count() or 1
+        return list(range(os.cpu_count() or 1))
     spans = [part.split("-") for part in text.split(",")]
-    return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+    return [cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def _cpu_quota(group: Path) -> float | None:

@@ -127,6 +127,15 @@ def test_an_unlimited_group_reports_no_limit(tmp_path):
 CORES = {
     "cpuset": ({}, "0-3,8", 5),
     "one core": ({}, "6", 1),
+    "two CPUs a core": (
+        {
+            f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": core
+            for core in ("0,4", "1,5", "2,6", "3,7")
+            for cpu in core.split(",")
+        },
+        "0-5",
+        4,
+    ),
     "v2 no quota": ({**v2("/a"), "sys/fs/cgroup/a/cpu.max": "max 100000"}, "0-7", 8),
     "v2 quota": ({**v2("/a"), "sys/fs/cgroup/a/cpu.max": "300000 100000"}, "0-7", 3),
     "v2 part of a core": ({**v2("/a"), "sys/fs/cgroup/a/cpu.max": "50000 100000"}, "0-7", 1),
