@@ -21,6 +21,7 @@ MEETING_PLACE = [
     "jitllm.mover",
     "jitllm.residence",
     "jitllm.scheduler",
+    "jitllm.rows",
     "jitllm.prefix_cache",
     "jitllm.evaluate",
     "jitllm.speed",

@@ -1,0 +1,156 @@
+"""`jitllmd serve`: the application on waitress, until SIGTERM or ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import waitress
+from waitress.server import BaseWSGIServer, MultiSocketServer
+
+from jitllm.errors import JitllmError
+from jitllm.server.app import Server, create_app
+from jitllm.server.protocol import MAX_BODY_BYTES
+from jitllm.server.settings import Settings
+
+DRAIN_S = 10.0
+"""How long replies under way may go on after SIGTERM."""
+_SPARE_THREADS = 8
+"""For the control plane, and to say no when the queue is full."""
+_IDLE_S = 60
+"""A client that neither sends nor reads for so long is cut off."""
+_MAX_UNREAD_BYTES = 64 << 20
+"""Of a reply, for a client that does not read: more than a reply can have."""
+
+
+def serve(settings: Settings, say: Callable[[str], None]) -> None:
+    """Serve until told to stop; `say` hears the address once requests are answered.
+
+    SIGTERM and ctrl-C let replies under way finish, for `DRAIN_S`; a second signal does not.
+    """
+    settings.check_bind()
+    _log_to_stderr(settings.log_format)
+    app = create_app(settings)
+    state: Server = app.extensions["jitllm"]
+    try:
+        httpd = _listen(app, settings)
+        stop = _stop_signals()
+        thread = threading.Thread(target=httpd.run, name="jitllmd-http", daemon=True)
+        thread.start()
+        say(f"listening at http://{_address(httpd)}")
+        stop.wait()
+        say("draining: replies under way may finish")
+        stop.clear()
+        _drain(state, httpd, stop)
+    finally:
+        state.close()
+
+
+def _listen(app: Any, settings: Settings) -> BaseWSGIServer | MultiSocketServer:
+    try:
+        return waitress.create_server(
+            app,
+            host=settings.host,
+            port=settings.port,
+            threads=settings.sessions + settings.max_queue + _SPARE_THREADS,
+            # read on while a request is answered: that is how one sees that its client left
+            channel_request_lookahead=1,
+            channel_timeout=_IDLE_S,
+            cleanup_interval=10,
+            connection_limit=1000,
+            max_request_body_size=4 * MAX_BODY_BYTES,
+            outbuf_high_watermark=_MAX_UNREAD_BYTES,
+            ident="jitllmd",
+            clear_untrusted_proxy_headers=True,
+        )
+    except (OSError, socket.gaierror) as error:
+        why = error.strerror or error
+        raise JitllmError(f"cannot listen at {settings.addr}: {why}") from error
+
+
+def _address(httpd: BaseWSGIServer | MultiSocketServer) -> str:
+    if isinstance(httpd, MultiSocketServer):
+        host, port = httpd.effective_listen[0]
+    else:
+        host, port = httpd.effective_host, httpd.effective_port
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _stop_signals() -> threading.Event:
+    """Set by each SIGTERM and SIGINT."""
+    stop = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for which in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(which, note)
+    return stop
+
+
+def _drain(state: Server, httpd: BaseWSGIServer | MultiSocketServer, stop: threading.Event) -> None:
+    """Until replies have ended and have been sent, or time or patience is over."""
+    deadline = time.monotonic() + DRAIN_S
+    ended = threading.Thread(target=state.drain, args=(DRAIN_S,), daemon=True)
+    ended.start()
+    while time.monotonic() < deadline and not stop.wait(0.05):
+        if not ended.is_alive() and not _has_unsent(httpd):
+            return
+
+
+def _has_unsent(httpd: BaseWSGIServer | MultiSocketServer) -> bool:
+    channels = [c for c in list(_map_of(httpd).values()) if hasattr(c, "total_outbufs_len")]
+    return any(channel.requests or channel.total_outbufs_len for channel in channels)
+
+
+def _map_of(httpd: BaseWSGIServer | MultiSocketServer) -> dict[int, Any]:
+    return httpd.map if isinstance(httpd, MultiSocketServer) else httpd._map
+
+
+class _JsonLines(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        } | getattr(record, "facts", {})
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _TextLines(logging.Formatter):
+    """The same facts for people. What a client sent is shown escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", {})
+        shown = " ".join(f"{key}={_plain(value)}" for key, value in facts.items())
+        return f"{super().format(record)} {shown}".rstrip()
+
+
+def _plain(value: Any) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)
+
+
+def _log_to_stderr(log_format: str) -> None:
+    handler = logging.StreamHandler()
+    forms = {
+        "json": _JsonLines(),
+        "text": _TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"),
+    }
+    handler.setFormatter(forms[log_format])
+    levels = {"jitllmd": logging.INFO, "jitllm": logging.INFO, "waitress": logging.ERROR}
+    for name, level in levels.items():
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,191 @@
+"""What a client is shown of models, devices and costs: figures read now, as JSON objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jitllm.paging.budget import automatic_budget, memory_limits
+from jitllm.placement.devices import Device, list_devices
+from jitllm.placement.plan import Assignment
+
+if TYPE_CHECKING:
+    from jitllm.engine import Engine
+    from jitllm.rows import RowFigures
+    from jitllm.server.models import Model
+    from jitllm.server.sessions import OpenSession
+
+
+def cost_of(
+    model: Model, rows: Sequence[RowFigures], session: OpenSession | None
+) -> dict[str, Any]:
+    """The `jitllm` object of a reply: where it ran and what it cost, all of it measured.
+
+    Counters are the whole engine's while the reply was made, whoever shared its passes.
+    """
+    engine = model.engine
+    stats = engine.stats()
+    prefill_s, decode_s = sum(r.prefill_s for r in rows), max(r.decode_s for r in rows)
+    n_prefilled = sum(r.prompt_tokens - r.cached_tokens for r in rows)
+    n_decoded = sum(r.n_steps for r in rows)
+    return {
+        "file": model.path.name,
+        "kernels": engine.kernels,
+        "blocks": blocks_by_device(engine),
+        "budget_bytes": stats.budget_bytes,
+        "resident_bytes": stats.resident_bytes,
+        "queue_s": round(max(r.queue_s for r in rows), 6),
+        "prefill_s": round(prefill_s, 6),
+        "decode_s": round(decode_s, 6),
+        "prefill_tokens_per_second": _rate(n_prefilled, prefill_s),
+        "decode_tokens_per_second": _rate(n_decoded, decode_s),
+        "rows_together": max(r.max_rows for r in rows),
+        "session": session.id if session else None,
+    } | _counters(rows)
+
+
+def _counters(rows: Sequence[RowFigures]) -> dict[str, Any]:
+    before = [r.before for r in rows if r.before is not None]
+    after = [r.after for r in rows if r.after is not None]
+    if not (before and after):
+        return {}
+    first = min(before, key=lambda c: c.read_requests)
+    last = max(after, key=lambda c: c.read_requests)
+    return {
+        "page_ins": last.page_ins - first.page_ins,
+        "evictions": last.evictions - first.evictions,
+        "bytes_read": last.bytes_read - first.bytes_read,
+        "read_wait_s": round(last.blocked_s - first.blocked_s, 6),
+    }
+
+
+def _rate(n_tokens: int, seconds: float) -> float:
+    return round(n_tokens / seconds, 2) if seconds else 0.0
+
+
+def blocks_by_device(engine: Engine) -> dict[str, int]:
+    """How many blocks each device executes."""
+    return dict(Counter(block.device for block in engine.plan.blocks))
+
+
+def model_object(model: Model) -> dict[str, Any]:
+    """A loaded model, in OpenAI's shape and with what it runs on."""
+    engine = model.engine
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "jitllm",
+        "file": model.path.name,
+        "context_tokens": engine.max_seq,
+        "kernels": engine.kernels,
+        "blocks": blocks_by_device(engine),
+    }
+
+
+def budget_object(model: Model) -> dict[str, Any]:
+    """The pager of a model: its budget and what that comes to."""
+    memory, stats = model.engine.memory_report(), model.engine.stats()
+    return {
+        "model": model.id,
+        "budget_bytes": memory.budget_bytes,
+        "automatic": memory.automatic,
+        "pages_bytes": memory.pages_bytes,
+        "weights_bytes": memory.weights_bytes,
+        "resident_bytes": stats.resident_bytes,
+        "fits": memory.over_bytes == 0,
+        "over_bytes": memory.over_bytes,
+        "blocks": memory.n_blocks,
+        "resident_blocks": memory.n_resident_blocks,
+        "frames": stats.frames,
+        "page_ins": stats.counters.page_ins,
+        "evictions": stats.counters.evictions,
+        "page_ins_per_token": memory.page_ins_per_token,
+        "kv_bytes": memory.kv_bytes,
+    }
+
+
+def placement_object(model: Model) -> dict[str, Any]:
+    """Where every part of a model is, and why; with the pager's figures."""
+    plan = model.engine.plan
+    return {
+        "model": model.id,
+        "parts": [_part(part) for part in plan.assignments],
+        "devices": [
+            {
+                "id": use.device,
+                "budget_bytes": use.budget_bytes,
+                "used_bytes": use.n_bytes,
+                "weights_bytes": use.weights_bytes,
+                "kv_bytes": use.kv_bytes,
+            }
+            for use in plan.uses
+        ],
+        "pager": budget_object(model),
+    }
+
+
+def _part(part: Assignment) -> dict[str, Any]:
+    return {
+        "part": part.name,
+        "device": part.device,
+        "mode": part.mode,
+        "bytes": part.n_bytes,
+        "kv_bytes": part.kv_bytes,
+        "kv_device": part.kv_device,
+        "pinned": part.pinned,
+        "rule": part.rule,
+        "declined": [str(decline) for decline in part.declines],
+    }
+
+
+def devices_object(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """The memory that can be spent: the host's, and that of every device which has its own.
+
+    Free and total are read now. Budgets and use are those of the loaded models together.
+    """
+    engines = [model.engine for model in models]
+    rows = [_device(device, engines) for device in list_devices() if _has_memory(device)]
+    limits = memory_limits()
+    rows[0] |= {
+        "budget_bytes": sum(e.stats().budget_bytes for e in engines) or automatic_budget(),
+        "free_bytes": limits.usable_bytes,
+        "total_bytes": min(limits.total_bytes, limits.cgroup_limit_bytes or limits.total_bytes),
+    }
+    return rows
+
+
+def _has_memory(device: Device) -> bool:
+    return device.is_host or not device.shares_host_memory
+
+
+def _device(device: Device, engines: Sequence[Engine]) -> dict[str, Any]:
+    uses = [use for e in engines for use in e.plan.uses if use.device == device.id]
+    budgets = [use.budget_bytes for use in uses if use.budget_bytes is not None]
+    return {
+        "id": device.id,
+        "kind": device.kind,
+        "budget_bytes": sum(budgets) if budgets else None,
+        "used_bytes": sum(use.n_bytes for use in uses),
+        "free_bytes": device.free_bytes,
+        "total_bytes": device.total_bytes,
+    }
+
+
+def model_stats(model: Model) -> dict[str, Any]:
+    """Everything that is counted about a model, now."""
+    stats, scheduler = model.engine.stats(), model.scheduler.stats
+    return {
+        "budget_bytes": stats.budget_bytes,
+        "resident_bytes": stats.resident_bytes,
+        "resident_pages": stats.n_resident_pages,
+        "pages": stats.n_pages,
+        "frames": stats.frames,
+        "pager": dataclasses.asdict(stats.counters),
+        "ledger": dataclasses.asdict(stats.ledger),
+        "blocks_executed": stats.blocks_executed,
+        "scheduler": dataclasses.asdict(scheduler),
+        "sessions": len(model.sessions.list()),
+    }
