@@ -32,6 +32,8 @@ class Tiny:
     qtype: str = "F32"
     """Of all matrices; vectors are F32."""
     context_length: int = 256
+    n_unused_tokens: int = 0
+    """Of the vocabulary, beside the `N_VOCAB` that a text can have."""
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
@@ -41,6 +43,11 @@ class Tiny:
     """Keys after `<arch>.`."""
     seed: int = 0
     """In `MODELS`: one whose greedy continuation has few near-ties."""
+
+    @property
+    def n_vocab(self) -> int:
+        """All tokens."""
+        return N_VOCAB + self.n_unused_tokens
 
 
 _GEMMA = Tiny("gemma", tied=True, head_dim=32, norm_eps=1e-6, seed=7)
@@ -122,7 +129,7 @@ def write_gguf(
     for key, value in _metadata(tiny).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](f"{tiny.arch}.{key}", value)
-    _add_vocabulary(writer)
+    _add_vocabulary(writer, tiny.n_unused_tokens)
     edit(writer)
     for tensor, (qtype, data) in tensors.items():
         writer.add_tensor(tensor, data, raw_dtype=Type[qtype])
@@ -168,7 +175,7 @@ def _metadata(tiny: Tiny) -> dict[str, int | float | str]:
         "attention.value_length": tiny.head_dim,
         "attention.layer_norm_rms_epsilon": tiny.norm_eps,
         "rope.dimension_count": tiny.head_dim,
-        "vocab_size": N_VOCAB,
+        "vocab_size": tiny.n_vocab,
     } | tiny.metadata
 
 
@@ -177,10 +184,11 @@ def _metadata(tiny: Tiny) -> dict[str, int | float | str]:
 
 def random_tensors(tiny: Tiny) -> Iterator[tuple[str, tuple[str, np.ndarray]]]:
     """(name, (type, data)) of every tensor, in the order of llama.cpp's own files."""
-    yield "token_embd.weight", _matrix(tiny, "token_embd", N_VOCAB, tiny.width, _embed_std(tiny))
-    yield "output_norm.weight", _norm(tiny, "output_norm", tiny.width)
+    n_vocab, width = tiny.n_vocab, tiny.width
+    yield "token_embd.weight", _matrix(tiny, "token_embd", n_vocab, width, _embed_std(tiny))
+    yield "output_norm.weight", _norm(tiny, "output_norm", width)
     if not tiny.tied:
-        yield "output.weight", _matrix(tiny, "output", N_VOCAB, tiny.width)
+        yield "output.weight", _matrix(tiny, "output", n_vocab, width)
     if tiny.rope_freqs:
         factors = 1 + 7 * np.sort(_uniform(tiny, "rope_freqs", (tiny.head_dim // 2,)))
         yield "rope_freqs.weight", ("F32", factors.astype(np.float32))
@@ -303,12 +311,12 @@ _TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *_PIEC
 N_VOCAB = len(_TOKENS)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def _add_vocabulary(writer: gguf.GGUFWriter, n_unused: int) -> None:
     n_pieces = N_VOCAB - 259
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(_TOKENS)
-    writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(n_pieces)])
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * n_pieces)
+    writer.add_token_list(_TOKENS + [f"<unused{i}>" for i in range(n_unused)])
+    writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(n_pieces)] + [0.0] * n_unused)
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * n_pieces + [5] * n_unused)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
