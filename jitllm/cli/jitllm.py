@@ -14,6 +14,7 @@ from jitllm.cli.perplexity import perplexity
 from jitllm.cli.run import run
 from jitllm.cli.speed import speed
 from jitllm.cli.tokenize import tokenize
+from jitllm.cli.verify import verify
 
 ABOUT = "Run a language model under a memory budget; what does not fit is read from disk."
 
@@ -37,6 +38,7 @@ COMMANDS = (
     Command(tokenize, 'jitllm tokenize smollm2-135m "Once upon a time"'),
     Command(perplexity, "jitllm perplexity smollm2-135m -f notes.txt -ctx 512"),
     Command(speed, "jitllm speed smollm2-135m"),
+    Command(verify, "jitllm verify -devices cpu:1=3M -gpu-layers 2 models/stories260K.jlm"),
     Command(asm, "jitllm asm Q4_K"),
 )
 

@@ -1,7 +1,7 @@
 """Flags that several commands share, and how a text becomes their value."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
@@ -75,23 +75,25 @@ class EngineOptions:
     def open(self, model: str) -> "Engine":
         """The engine for `model`: a container, a GGUF or a catalog name, fetched and converted
         with a progress bar where need be."""
-        profile = self.effective_profile()
+        settings = self.settings()
         from jitllm.engine import Engine
 
         with progress_bar() as progress:
-            return Engine.open(
-                model,
-                maxmem=self.maxmem,
-                profile=profile,
-                vram=self.vram,
-                grow=self.gpu_grow,
-                max_seq=self.max_seq,
-                kv=profile.kv_dtype,
-                threads=self.threads,
-                check_hashes=not self.no_check,
-                say=say,
-                progress=progress,
-            )
+            return Engine.open(model, **settings, say=say, progress=progress)
+
+    def settings(self) -> dict[str, Any]:
+        """What these flags are to `Engine.open`."""
+        profile = self.effective_profile()
+        return {
+            "maxmem": self.maxmem,
+            "profile": profile,
+            "vram": self.vram,
+            "grow": self.gpu_grow,
+            "max_seq": self.max_seq,
+            "kv": profile.kv_dtype,
+            "threads": self.threads,
+            "check_hashes": not self.no_check,
+        }
 
     def effective_profile(self) -> "Profile":
         """The profile of the file, if any, with what the flags say instead."""
