@@ -137,7 +137,7 @@ def _write_quantise(m: Module) -> None:
         bits = [v.bitcast(vec(i32)) & 0x7FFFFFFF for v in (a, b)]
         largest = f.reduce(f.binary("umax", *bits), lambda p, q: f.binary("umax", p, q))
         amax = largest.bitcast(f32)
-        inverse = f.select(amax > 2.0**-100, 127.0 / amax, 0.0)
+        inverse = f.select(amax > 2.0**-112, 127.0 / amax, 0.0)
         codes = [round_bits(v * inverse.splat()).trunc(i8) for v in (a, b)]
         for h, v in enumerate(codes):
             f.store(v, to, i * STEP + 16 * h)

@@ -164,13 +164,27 @@ def _object_path(name: str, t: Tier) -> Path:
 
 def _object_code(name: str, build: Build, t: Tier) -> bytes:
     path = _object_path(name, t)
-    try:
-        return path.read_bytes()
-    except OSError:
+    code = _kept(path)
+    if code is None:
         machine = _machine(t)
         code = machine.emit_object(_optimised(build(t), machine))
         _keep(path, code)
-        return code
+    return code
+
+
+def _digest(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
+def _kept(path: Path) -> bytes | None:
+    """The code in a cache file; None where there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    digest, code = content[:size], content[size:]
+    return code if digest == _digest(code) else None
 
 
 def _keep(path: Path, code: bytes) -> None:
@@ -178,7 +192,7 @@ def _keep(path: Path, code: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
-            f.write(code)
+            f.write(_digest(code) + code)
         os.replace(f.name, path)
     except OSError:
         return
