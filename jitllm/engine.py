@@ -10,7 +10,7 @@ Here model, paging, placement and text meet; none of them knows the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,41 +19,26 @@ import jax
 import numpy as np
 
 from jitllm.catalog import cache_dir, resolve
-from jitllm.errors import FormatError, UsageError
-from jitllm.executor import CHUNK_TOKENS, Executor, Feed
+from jitllm.errors import UsageError
+from jitllm.executor import Executor, Feed
 from jitllm.kernels.ops import set_threads
-from jitllm.model.config import ModelConfig
-from jitllm.model.kvcache import DTYPES, KVCache, empty_cache, kv_bytes
+from jitllm.model.kvcache import DTYPES, KVCache, empty_cache
 from jitllm.model.weights import vectors
 from jitllm.mover import Mover
-from jitllm.paging.budget import (
-    Charge,
-    Ledger,
-    LedgerReport,
-    automatic_budget,
-    memory_limits,
-    usable_cores,
-)
-from jitllm.paging.container import Container, remake
+from jitllm.paging.budget import Charge, Ledger, LedgerReport, usable_cores
+from jitllm.paging.container import Container
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
-from jitllm.placement.devices import Device, limit, open_devices, parse_devices
 from jitllm.placement.plan import Plan
-from jitllm.placement.planner import plan
 from jitllm.placement.rules import Profile, override
+from jitllm.prospect import Prospect, devices_of, look_ahead
 from jitllm.reports import MemoryReport
-from jitllm.residence import Residence, host_cycle, page_layout
+from jitllm.residence import Residence, page_layout
 from jitllm.sampling import SamplingParams
 from jitllm.session import Generation, Session
 from jitllm.text import ChatTemplate, Tokenizer
 from jitllm.units import parse_size
 
-DEFAULT_MAX_SEQ = 4096
-"""Tokens of context where nobody asks: the KV cache is allocated whole."""
-_STEP_BYTES = 64 << 10
-"""What a step needs whatever its rows: tables, scratch of the kernels."""
-_FIRST_CAPACITY = 256
-"""Tokens that a cache holds at first where blocks give way to its growth."""
 Say = Callable[[str], None]
 
 
@@ -85,38 +70,20 @@ class Engine:
     from: `set_budget` takes effect between two tokens of whoever is generating.
     """
 
-    def __init__(
-        self,
-        container: Container,
-        *,
-        budget_bytes: int | None,
-        max_seq: int | None,
-        kv: str,
-        check_hashes: bool,
-        profile: Profile,
-        devices: Sequence[Device],
-        grow: bool = False,
-    ):
-        """`container` under `budget_bytes` (None: automatic). `Engine.open` is the way in."""
-        self.config = _config(container)
-        self.max_seq = _max_seq(self.config, max_seq)
-        self.kv_dtype, self.profile = kv, profile
-        self._container, self._automatic = container, budget_bytes is None
-        budget = _automatic_budget(devices) if budget_bytes is None else budget_bytes
-        host, *others = devices
-        self.devices = (replace(host, budget_bytes=budget), *others)
-        """Where blocks can be: the host, then what `-devices` opened."""
-        first_kv = min(self.max_seq, _FIRST_CAPACITY) if profile.relocate else self.max_seq
-        kv_sizes = self._kv_sizes(first_kv)
-        whole = plan(container.pages, self.devices, profile, kv_sizes, self._workspace_bytes())
+    def __init__(self, prospect: Prospect, *, check_hashes: bool = True, grow: bool = False):
+        """What `prospect` shows, read and allocated. `Engine.open` is the way in."""
+        self.config, self.max_seq = prospect.config, prospect.max_seq
+        self.profile, self.devices = prospect.profile, prospect.devices
+        self._prospect, self._automatic = prospect, prospect.automatic
+        container, whole = prospect.container, prospect.plan
         self.ledger = Ledger()
         self._gate, self._sessions = StepGate(), WeakSet[Session]()
         self._pager = Pager(
             container,
-            budget,
+            prospect.budget_bytes,
             self.ledger,
             check_hashes=check_hashes,
-            cycle=host_cycle(container, whole),
+            cycle=prospect.cycle,
         )
         self._residence = Residence(container, self._pager, self.devices, self.config, self.ledger)
         self._residence.follow(whole)
@@ -131,7 +98,7 @@ class Engine:
             self._gate,
         )
         self._mover = Mover(
-            self._executor, self._residence, self._gate, self._sessions, self._kv_sizes
+            self._executor, self._residence, self._gate, self._sessions, prospect.kv_sizes
         )
         self._grow = grow
         self.tokenizer = Tokenizer(container.metadata["tokenizer"])
@@ -166,25 +133,15 @@ class Engine:
         """
         if kv not in DTYPES:
             raise UsageError(f"kv is {kv!r}; it can be {' or '.join(DTYPES)}")
-        if isinstance(maxmem, str):
-            maxmem = parse_size(maxmem)
+        budget_bytes = parse_size(maxmem) if isinstance(maxmem, str) else maxmem
         profile = override(profile or Profile(), devices=devices)
-        requests = profile.devices or parse_devices("auto")
-        opened = open_devices(limit(requests, vram), _free_memory)
+        opened = devices_of(profile, vram)
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         path = resolve(str(model), say=say or quiet, progress=progress or quiet)
+        prospect = look_ahead(Container.open(path), opened, profile, budget_bytes, max_seq, kv)
         _enable_compilation_cache()
         set_threads(usable_cores() if threads is None else threads)
-        return cls(
-            Container.open(path),
-            budget_bytes=maxmem,
-            max_seq=max_seq,
-            kv=kv,
-            check_hashes=check_hashes,
-            profile=profile,
-            devices=opened,
-            grow=grow,
-        )
+        return cls(prospect, check_hashes=check_hashes, grow=grow)
 
     def __enter__(self) -> Engine:
         return self
@@ -237,7 +194,7 @@ class Engine:
 
     def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation in the model's chat template, up to where the reply begins."""
-        return ChatTemplate.of(self._container.metadata).encode(self.tokenizer, messages)
+        return ChatTemplate.of(self._prospect.container.metadata).encode(self.tokenizer, messages)
 
     # Ids in, logits out
 
@@ -249,9 +206,8 @@ class Engine:
 
     def session(self) -> Session:
         """A conversation of its own, with its KV cache allocated; close it after use."""
-        relocates = self.profile.relocate
-        capacity = min(self.max_seq, _FIRST_CAPACITY) if relocates else self.max_seq
-        if relocates:
+        capacity = self._prospect.first_capacity
+        if self.profile.relocate:
             self._mover.relocate(capacity)
         session = Session(self, *self._empty_kv(capacity), capacity)
         self._sessions.add(session)
@@ -304,7 +260,7 @@ class Engine:
             wanted = min(self.max_seq, max(n_tokens, 2 * session.capacity))
             self._mover.relocate(wanted - session.capacity)
             ledgers = [self._residence.kv_home(part)[1] for part in self.plan.blocks]
-            session.extend(wanted, self._kv_sizes(wanted), ledgers)
+            session.extend(wanted, self._prospect.kv_sizes(wanted), ledgers)
         if self._grow:
             self._mover.grow()
 
@@ -324,14 +280,14 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """What the budget costs, before the first token."""
-        pages, applied = self._container.pages, self._pager.applied()
-        blocks = self._container.pages_of("block")
+        pages, applied = self._prospect.container.pages, self._pager.applied()
+        blocks = self._prospect.container.pages_of("block")
         moving = [self._pager.cycle[position] for position in self._pager.arrangement.moving]
         return MemoryReport(
             budget_bytes=applied.budget_bytes,
             automatic=self._automatic,
             weights_bytes=sum(page.n_bytes for page in pages),
-            kv_bytes=sum(self._kv_sizes(self.max_seq)),
+            kv_bytes=sum(self._prospect.kv_sizes(self.max_seq)),
             pages_bytes=applied.budget_bytes - applied.fixed_bytes,
             over_bytes=max(0, self._pager.all_resident_bytes - applied.budget_bytes),
             n_pages=applied.n_pages,
@@ -371,67 +327,26 @@ class Engine:
         notes = dict.fromkeys(self._residence.notes.values())
         return ", ".join(notes)
 
-    def _kv_sizes(self, n_tokens: int) -> list[int]:
-        """Each block's bytes for a cache of `n_tokens`."""
-        return [kv_bytes(s.attention, n_tokens, self.kv_dtype) for s in self.config.blocks]
-
     def _empty_kv(self, n_tokens: int) -> tuple[list[KVCache], list[Charge]]:
         """Empty caches where the plan has them, and what they are charged to."""
         kvs: list[KVCache] = []
         charges: list[Charge] = []
-        sizes = self._kv_sizes(n_tokens)
+        sizes = self._prospect.kv_sizes(n_tokens)
         try:
             for part, spec in zip(self.plan.blocks, self.config.blocks, strict=True):
                 device, ledger = self._residence.kv_home(part)
                 charges.append(ledger.charge("kv", sizes[part.index]))
-                kvs.append(empty_cache(spec.attention, n_tokens, self.kv_dtype, device))
+                kvs.append(empty_cache(spec.attention, n_tokens, self._prospect.kv_dtype, device))
         except BaseException:
             for charge in charges:
                 charge.release()
             raise
         return kvs, charges
 
-    def _workspace_bytes(self) -> int:
-        """The most that a prefill step's activations take on a device, from their shapes: beside
-        the residual, what a product reads and writes."""
-        c, a = self.config, self.config.blocks[0].attention
-        heads = (a.n_heads + 2 * a.n_kv_heads) * a.head_dim
-        return 4 * CHUNK_TOKENS * (3 * c.width + 2 * max(c.ff_width, heads)) + _STEP_BYTES
-
     def _own_session(self) -> Session:
         if self._scratch is None:
             self._scratch = self.session()
         return self._scratch
-
-
-def _config(container: Container) -> ModelConfig:
-    try:
-        return ModelConfig.from_dict(container.metadata["config"])
-    except (KeyError, TypeError) as error:
-        raise FormatError(
-            f"{container.path} was written by another version of jitllm; {remake(container.path)}"
-        ) from error
-
-
-def _max_seq(config: ModelConfig, asked: int | None) -> int:
-    longest = config.context_length
-    if asked is None:
-        return min(longest, DEFAULT_MAX_SEQ)
-    if not 1 <= asked <= longest:
-        raise UsageError(f"max_seq is {asked}; this model's context is 1 to {longest} tokens")
-    return asked
-
-
-def _free_memory() -> tuple[int, int]:
-    """Free and total bytes, within the control groups around the process."""
-    limits = memory_limits()
-    return limits.usable_bytes, limits.total_bytes
-
-
-def _automatic_budget(devices: Sequence[Device]) -> int:
-    """The host's budget where nobody sets one: not what devices in the same memory were given."""
-    lent = sum(d.budget_bytes or 0 for d in devices[1:] if d.shares_host_memory)
-    return max(0, automatic_budget() - lent)
 
 
 def _enable_compilation_cache() -> None:

@@ -26,6 +26,8 @@ MEETING_PLACE = [
     "jitllm.evaluate",
     "jitllm.speed",
     "jitllm.verify",
+    "jitllm.prospect",
+    "jitllm.outlook",
 ]
 PLAIN = ["jitllm.errors", "jitllm.units"]
 

@@ -1,0 +1,133 @@
+"""What an engine will be, from the container's head and the machine: no weight is read, nothing of
+the model's size is allocated. The engine is made from it, and `jitllm plan` shows it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jitllm.errors import FormatError, UsageError
+from jitllm.executor import CHUNK_TOKENS
+from jitllm.model.config import ModelConfig
+from jitllm.model.kvcache import kv_bytes
+from jitllm.paging.budget import automatic_budget, memory_limits
+from jitllm.paging.container import Container, remake
+from jitllm.placement.devices import Device, limit, open_devices, parse_devices
+from jitllm.placement.plan import Plan
+from jitllm.placement.planner import plan
+from jitllm.placement.rules import Profile
+from jitllm.residence import host_cycle
+
+DEFAULT_MAX_SEQ = 4096
+"""Tokens of context where nobody asks: the KV cache is allocated whole."""
+_STEP_BYTES = 64 << 10
+"""What a step needs whatever its rows: tables, scratch of the kernels."""
+_FIRST_CAPACITY = 256
+"""Tokens that a cache holds at first where blocks give way to its growth."""
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """A model, a budget and devices, put together and checked."""
+
+    container: Container
+    config: ModelConfig
+    max_seq: int
+    kv_dtype: str
+    profile: Profile
+    devices: tuple[Device, ...]
+    """Where blocks can be: the host, whose budget is for weights, then what `-devices` opened."""
+    automatic: bool
+    """Whether the budget was chosen by the machine's free memory."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """The host's budget for weights."""
+        return self.devices[0].budget_bytes
+
+    @property
+    def first_capacity(self) -> int:
+        """Tokens that a conversation's cache holds at first."""
+        return min(self.max_seq, _FIRST_CAPACITY) if self.profile.relocate else self.max_seq
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Where every part of the model goes, and why."""
+        kv = self.kv_sizes(self.first_capacity)
+        return plan(self.container.pages, self.devices, self.profile, kv, self.workspace_bytes)
+
+    @property
+    def cycle(self) -> list[int]:
+        """The pages that a pass visits on the host."""
+        return host_cycle(self.container, self.plan)
+
+    def kv_sizes(self, n_tokens: int) -> list[int]:
+        """Each block's bytes for a cache of `n_tokens`."""
+        return [kv_bytes(s.attention, n_tokens, self.kv_dtype) for s in self.config.blocks]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that a prefill step's activations take on a device, from their shapes: beside
+        the residual, what a product reads and writes."""
+        c, a = self.config, self.config.blocks[0].attention
+        heads = (a.n_heads + 2 * a.n_kv_heads) * a.head_dim
+        return 4 * CHUNK_TOKENS * (3 * c.width + 2 * max(c.ff_width, heads)) + _STEP_BYTES
+
+
+def devices_of(profile: Profile, vram: int | None = None) -> list[Device]:
+    """The devices that `profile` names, open, the host first; without any, those of `auto`."""
+    requests = profile.devices or parse_devices("auto")
+    return open_devices(limit(requests, vram), _free_memory)
+
+
+def look_ahead(
+    container: Container,
+    devices: Sequence[Device],
+    profile: Profile,
+    budget_bytes: int | None,
+    max_seq: int | None,
+    kv: str,
+) -> Prospect:
+    """The prospect of `container` on `devices`, the host first; `budget_bytes` None is automatic
+    and `max_seq` None the model's own, at most 4096."""
+    host, *others = devices
+    config = _config(container)
+    budget = _automatic_budget(others) if budget_bytes is None else budget_bytes
+    return Prospect(
+        container=container,
+        config=config,
+        max_seq=_max_seq(config, max_seq),
+        kv_dtype=kv,
+        profile=profile,
+        devices=(replace(host, budget_bytes=budget), *others),
+        automatic=budget_bytes is None,
+    )
+
+
+def _config(container: Container) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(container.metadata["config"])
+    except (KeyError, TypeError) as error:
+        raise FormatError(
+            f"{container.path} was written by another version of jitllm; {remake(container.path)}"
+        ) from error
+
+
+def _max_seq(config: ModelConfig, asked: int | None) -> int:
+    longest = config.context_length
+    if asked is None:
+        return min(longest, DEFAULT_MAX_SEQ)
+    if not 1 <= asked <= longest:
+        raise UsageError(f"max_seq is {asked}; this model's context is 1 to {longest} tokens")
+    return asked
+
+
+def _free_memory() -> tuple[int, int]:
+    """Free and total bytes, within the control groups around the process."""
+    limits = memory_limits()
+    return limits.usable_bytes, limits.total_bytes
+
+
+def _automatic_budget(others: Sequence[Device]) -> int:
+    """The host's budget where nobody sets one: not what devices in the same memory were given."""
+    lent = sum(device.budget_bytes or 0 for device in others if device.shares_host_memory)
+    return max(0, automatic_budget() - lent)
