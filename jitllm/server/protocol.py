@@ -59,10 +59,17 @@ def only(*neutral: Any, why: str) -> Kind:
     return Kind(read, {"enum": list(neutral)} if neutral else {"not": {}})
 
 
+def _list(value: Any, name: str, what: str) -> list[Any]:
+    """`value`, which is no text and so has to be a list."""
+    if not isinstance(value, list):
+        raise bad_value(name, f"{name} has to be {what}, but is {shown(value)}")
+    return value
+
+
 def _read_stop(value: Any, name: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (_STOP_TEXT.read(value, name),)
-    return _STOPS.read(value, name)
+    return _STOPS.read(_list(value, name, "a text or a list of texts"), name)
 
 
 _STOPS = items(_STOP_TEXT, MAX_STOPS)
@@ -76,7 +83,7 @@ def _read_prompts(value: Any, name: str) -> tuple[Prompt, ...]:
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     if isinstance(value, str):
         return (_PROMPT_TEXT.read(value, name),)
-    first = value[0] if isinstance(value, list) and value else ""
+    first = next(iter(_list(value, name, "a text, token ids, or a list of either")), "")
     if isinstance(first, list):
         return _PROMPT_IDS_LIST.read(value, name)
     if isinstance(first, int):
@@ -87,8 +94,7 @@ def _read_prompts(value: Any, name: str) -> tuple[Prompt, ...]:
 def _read_content(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
-    parts = _PARTS.read(value, name)
-    return "\n".join(parts)
+    return "\n".join(_PARTS.read(_list(value, name, "a text or a list of parts"), name))
 
 
 def _read_part(value: Any, name: str) -> str:
