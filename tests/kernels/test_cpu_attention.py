@@ -5,6 +5,8 @@ caches: what a call appends to them (one rounding of the cache's type), and what
 caches as they then are (2e-5: float32 products whose 256 terms sum to scores of up to 20).
 """
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jitllm.kernels.cpu import threads
 from jitllm.kernels.cpu.attention import attention
 from jitllm.kernels.spec import AttentionSpec
 
@@ -219,6 +222,68 @@ def test_the_caches_are_updated_in_place() -> None:
     before = [x.unsafe_buffer_pointer() for x in cache]
     _, after = run(sequence, SMOLLM, [3, 1, 4], cache=cache)
     assert [x.unsafe_buffer_pointer() for x in after] == before
+
+
+def test_a_compiled_step_copies_no_cache() -> None:
+    x, cache = make_sequence(SMOLLM, 1), empty_cache(SMOLLM, 4096, "float16")
+    span = np.array([0, 1], np.int32)
+    step = STEP.lower(x.q, x.k, x.v, cache, x.rope, span, spec=SMOLLM).compile()
+    assert "copy" not in step.as_text()
+
+
+def test_caches_that_are_not_donated_keep_their_values() -> None:
+    x, cache = make_sequence(SMOLLM, 1), empty_cache(SMOLLM, 64, "float32", fill=7.0)
+    span = np.array([5, 1], np.int32)
+    step = jax.jit(attention, static_argnames="spec")
+    _, new = step(x.q, x.k, x.v, cache, x.rope, span, spec=SMOLLM)
+    assert all((np.asarray(kept) == 7.0).all() for kept in cache)
+    assert (cached(new, 6)[1][5].reshape(-1) == x.v[0]).all()
+
+
+@pytest.mark.parametrize("chunks", [[300], [150] + [1] * 10])
+def test_the_number_of_threads_does_not_change_the_bits(chunks: list[int]) -> None:
+    spec, sequence = replace(SPECS["gemma2"], window=0), make_sequence(SPECS["gemma2"], 300)
+    results = []
+    for n_threads in (1, 2, 5):
+        threads.set_threads(n_threads)
+        out, _ = run(sequence, spec, chunks, cache=empty_cache(spec, 304, "float16"))
+        results.append(out.view(np.int32))
+    threads.set_threads()
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
+
+
+def test_conversations_in_parallel_threads_do_not_meet() -> None:
+    sequences = [make_sequence(SMOLLM, 200, seed) for seed in range(4)]
+
+    def converse(sequence: Sequence) -> np.ndarray:
+        cache = empty_cache(SMOLLM, 208, "float16")
+        return run(sequence, SMOLLM, [180, *[1] * 20], cache=cache)[0]
+
+    one_by_one = [converse(sequence) for sequence in sequences]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(converse, sequences))
+    np.testing.assert_array_equal(together, one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("spec", "pos", "capacity"),
+    [(SPECS["tiny"], 100, 1 << 17), (replace(SPECS["tiny"], window=100), 100_000, 1 << 17)],
+    ids=["capacity", "window"],
+)
+def test_a_call_costs_what_it_sees(spec: AttentionSpec, pos: int, capacity: int) -> None:
+    """Not what the caches could hold, nor what lies before the window: a thousand times as much."""
+    seconds = {}
+    for at, size in ((100, 128), (pos, capacity)):
+        cache, times = empty_cache(spec, size, "float16", fill=0.0), []
+        x, span = make_sequence(spec, 1), np.array([at, 1], np.int32)
+        for _ in range(40):
+            start = time.perf_counter()
+            out, cache = STEP(x.q, x.k, x.v, cache, x.rope, span, spec=spec)
+            out.block_until_ready()
+            times.append(time.perf_counter() - start)
+        seconds[size] = min(times)
+    assert seconds[capacity] < 5 * seconds[128]
 
 
 def test_slots_outside_the_span_are_left_alone() -> None:
