@@ -2,7 +2,7 @@
 
 A unit of compilation has a name and a function that builds its IR for a tier. Its object code is
 kept on disk under a name made of everything it depends on - llvmlite, the CPU with its features,
-the FFI version and the sources of this package - so a warm start reads a file and builds no IR.
+the FFI version and the sources of the kernels - so a warm start reads a file and builds no IR.
 Stale files are never read again and can be deleted at any time.
 """
 
@@ -151,7 +151,8 @@ def cache_folder() -> Path:
 @cache
 def _source_digest() -> bytes:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in sorted([*here.glob("*.py"), *here.parent.glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.digest()
 

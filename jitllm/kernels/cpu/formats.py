@@ -1,8 +1,8 @@
 """How the kernels read each weight type from a tile, in registers.
 
 A tile holds 16 rows. A *step* is 32 columns of it: 8 vectors of 64 codes ([row][4 columns] each,
-column groups in order) and the scales of the 16 rows. Types of 256-groups share the unpacking of
-their scales among the 8 steps of a super-group. The planes of a tile are described in `qtypes`.
+column groups in order) and the scales of the 16 rows. A group of 256 is 8 steps, which share the
+unpacking of their scales. The planes of a tile are described in `qtypes`.
 
 Three shapes of arithmetic cover all integer types, with s the exact sum of codes times activations:
   scaled   scale * s            codes minus `zero`
@@ -26,6 +26,9 @@ STEP = 32
 
 Planes = dict[str, Value]
 
+Scales = Callable[[Value], tuple[Value, ...]]
+"""Step within its group -> the f32[16] vectors of its shape."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -38,8 +41,8 @@ class Format:
     """What code stands for 0; -1: codes are signed bytes."""
     codes: Callable[[Function, Planes, Value], list[Value]]
     """(f, planes, step) -> 8 vectors of 64 codes."""
-    scales: Callable[[Function, Tier, Planes, Value], list[tuple[Value, ...]]]
-    """(f, tier, planes, super-group) -> per step, the f32[16] vectors of its shape."""
+    scales: Callable[[Function, Tier, Planes, Value], Scales]
+    """(f, tier, planes, group) -> the scales of the steps of a group."""
 
     @property
     def is_signed(self) -> bool:
@@ -48,7 +51,7 @@ class Format:
 
     @property
     def steps(self) -> int:
-        """Steps that share a super-group."""
+        """Steps of a group."""
         return QTYPES[self.qtype].group // STEP
 
 
@@ -97,35 +100,42 @@ def _half(f: Function, t: Tier, plane: Value, index: Value) -> Value:
     return half_to_f32(f.load(plane, vec(i16), index * 32, 2), t)
 
 
-def _d(f: Function, t: Tier, planes: Planes, group: Value) -> list[tuple[Value, ...]]:
-    return [(_half(f, t, planes["d"], group),)]
+def _d(f: Function, t: Tier, planes: Planes, group: Value) -> Scales:
+    d = _half(f, t, planes["d"], group)
+    return lambda step: (d,)
 
 
-def _d_m(f: Function, t: Tier, planes: Planes, group: Value) -> list[tuple[Value, ...]]:
-    return [(_half(f, t, planes["d"], group), _half(f, t, planes["m"], group))]
+def _d_m(f: Function, t: Tier, planes: Planes, group: Value) -> Scales:
+    d, m = (_half(f, t, planes[name], group) for name in ("d", "m"))
+    return lambda step: (d, m)
 
 
-def _quarter(v: Value, i: int) -> Value:
-    """The 16 bytes of rows at position i of a vector of 64, as f32 (bytes below 128)."""
-    return v.shuffle(range(16 * i, 16 * i + 16)).zext(i16).to_f32()
-
-
-def _k_scales(f: Function, t: Tier, planes: Planes, group: Value) -> list[tuple[Value, ...]]:
+def _k_scales(f: Function, t: Tier, planes: Planes, group: Value) -> Scales:
     """ggml's get_scale_min_k4 on 16 rows at once: 8 scales and mins of 6 bits in 12 bytes."""
     base = planes["scales"] + group * 192
     low, mid, high = (f.load(base, BYTES, 64 * i) for i in range(3))
     scale = (low & 63, (high & 15) | ((low >> 6) << 4))
     mins = (mid & 63, (high >> 4) | ((mid >> 6) << 4))
     d, dmin = _half(f, t, planes["d"], group), -_half(f, t, planes["dmin"], group)
-    return [
-        (_quarter(scale[j // 4], j % 4) * d, _quarter(mins[j // 4], j % 4) * dmin) for j in range(8)
-    ]
+    room = f.stack(BYTES, 4, align=64)
+    for i, v in enumerate((*scale, *mins)):
+        f.store(v, room, 64 * i, 64)
+
+    def of_step(step: Value) -> tuple[Value, ...]:
+        scale, low = (f.load(room + 128 * i, vec(i8), step * 16) for i in range(2))
+        return scale.zext(i16).to_f32() * d, low.zext(i16).to_f32() * dmin
+
+    return of_step
 
 
-def _q6_scales(f: Function, t: Tier, planes: Planes, group: Value) -> list[tuple[Value, ...]]:
+def _q6_scales(f: Function, t: Tier, planes: Planes, group: Value) -> Scales:
     base, d = planes["scales"] + group * 256, _half(f, t, planes["d"], group)
-    parts = [f.load(base, vec(i8), 16 * i).to_f32() * d for i in range(16)]
-    return [(parts[2 * j], parts[2 * j + 1]) for j in range(8)]
+
+    def of_step(step: Value) -> tuple[Value, ...]:
+        first, last = (f.load(base + 16 * i, vec(i8), step * 32) for i in range(2))
+        return first.to_f32() * d, last.to_f32() * d
+
+    return of_step
 
 
 FORMATS: dict[str, Format] = {

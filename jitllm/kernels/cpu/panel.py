@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.dot import BYTES, bias, dot, zeros
-from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP, Format, plane_addresses
+from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP, Format, Planes, plane_addresses
 from jitllm.kernels.cpu.ir import (
     Function,
     Module,
@@ -73,18 +73,20 @@ def write_unpack(m: Module, t: Tier, qtype: str) -> None:
         fmt = FORMATS[qtype]
         planes = plane_addresses(qtype, tile, k // (STEP * fmt.steps))
         with f.loop(0, n // fmt.steps) as i:
-            _unpack_group(f, t, fmt, planes, first // fmt.steps + i, panel, i)
+            to = panel + i * (fmt.steps * SHAPES[fmt.shape].panel_step_bytes)
+            _unpack_group(f, t, fmt, planes, first // fmt.steps + i, to)
 
 
-def _unpack_group(f: Function, t: Tier, fmt: Format, planes, group: Value, panel: Value, i: Value):
-    size = SHAPES[fmt.shape].panel_step_bytes
+def _unpack_group(
+    f: Function, t: Tier, fmt: Format, planes: Planes, group: Value, to: Value
+) -> None:
     scales = fmt.scales(f, t, planes, group)
-    for j in range(fmt.steps):
-        to = panel + (i * fmt.steps + j) * size
-        for c, code in enumerate(fmt.codes(f, planes, group * fmt.steps + j)):
-            f.store(_presented(t, fmt, code), to, 64 * c, 64)
-        for s, scale in enumerate(scales[j]):
-            f.store(scale, to, CODE_BYTES + SCALE_BYTES * s, 64)
+    with f.loop(0, fmt.steps) as step:
+        at = to + step * SHAPES[fmt.shape].panel_step_bytes
+        for c, code in enumerate(fmt.codes(f, planes, group * fmt.steps + step)):
+            f.store(_presented(t, fmt, code), at, 64 * c, 64)
+        for s, scale in enumerate(scales(step)):
+            f.store(scale, at, CODE_BYTES + SCALE_BYTES * s, 64)
 
 
 def write_panel(m: Module, t: Tier, shape: Shape) -> None:
