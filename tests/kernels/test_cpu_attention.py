@@ -163,7 +163,7 @@ def check(
     np.testing.assert_allclose(out, weigh(q, k, v, spec), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gemma3", "gemma2"])
+@pytest.mark.parametrize("name", ["smollm2", "gemma3", "gemma2", "many"])
 def test_long_contexts_match_float64(name: str) -> None:
     spec = replace(SPECS[name], window=300 if SPECS[name].window else 0)
     sequence = make_sequence(spec, 1100, norms=False)
