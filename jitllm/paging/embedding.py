@@ -135,7 +135,7 @@ class EmbeddingReader:
             segments.append((run.start, self._read_area[at : at + run.end - run.start]))
             found += [(place, at + offset - run.start) for place, offset in run.units]
             at += run.end - run.start
-        begun, read = time.perf_counter(), self._reader.read(segments)
+        begun, read = time.perf_counter(), self._reader.read(segments, urgent=True)
         self.n_bytes += read.n_bytes
         try:
             read.wait()

@@ -1,7 +1,7 @@
 """Positioned reads that go past the page cache: 1 MiB each, eight at a time, into aligned memory.
 
-Reads are served in the order in which they are asked for; the requests of one read run side by
-side. The bytes of a read are there when `wait` returns; whether they are the right ones is known
+Reads are served in the order in which they are asked for, urgent ones past all others; the requests
+of one read run side by side. The bytes of a read are there when `wait` returns; whether they are the right ones is known
 when `check` returns: the hash is taken on the reader's threads, while the bytes are put to use.
 Where the file system refuses O_DIRECT, reads go through the page cache, which is said once.
 """
@@ -109,23 +109,35 @@ class Reader:
         self._asked_direct, self._closing = self.direct, False
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="jitllm-read")
+        self._urgent = ThreadPoolExecutor(n_threads, thread_name_prefix="jitllm-urgent")
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         if not self.direct:
             self._tell()
 
-    def read(self, segments: Sequence[Segment], verify: Callable[[], None] | None = None) -> Read:
-        """Start to read the segments. `verify` raises JitllmError where the bytes are wrong."""
+    def read(
+        self,
+        segments: Sequence[Segment],
+        verify: Callable[[], None] | None = None,
+        urgent: bool = False,
+    ) -> Read:
+        """Start to read the segments. `verify` raises JitllmError where the bytes are wrong.
+
+        An `urgent` read is for a few small segments that somebody waits for: it does not queue
+        behind the pages that are being read ahead.
+        """
         read = Read(segments, verify)
         self.n_bytes += read.n_bytes
         self.n_requests += read.n_requests
+        pool = self._urgent if urgent else self._pool
         for _ in range(min(self.n_threads, len(segments))):
-            self._pool.submit(self._work, read)
+            pool.submit(self._work, read)
         return read
 
     def close(self) -> None:
         """End the reads under way, stop the threads, close the file. A second call does nothing."""
         self._closing = True
         self._pool.shutdown(wait=True)
+        self._urgent.shutdown(wait=True)
         self._close_fd()
 
     def _work(self, read: Read) -> None:

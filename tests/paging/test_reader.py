@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -167,6 +168,25 @@ def test_what_a_check_finds_wrong_is_raised_by_every_later_wait(file, view):
         read.check()
     with pytest.raises(FormatError, match="wrong"):
         read.wait()
+    reader.close()
+
+
+def test_an_urgent_read_does_not_wait_for_those_before_it(file, view, monkeypatch):
+    real, row_is_there = os.preadv, threading.Event()
+
+    def patient(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if len(buffers[0]) == REQUEST_BYTES:
+            assert row_is_there.wait(10)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", patient)
+    reader = Reader(file)
+    page = reader.read(page_segments(0, view[: 5 * REQUEST_BYTES]))
+    row = view[5 * REQUEST_BYTES :][:4096]
+    reader.read([(4096, row)], urgent=True).wait()
+    assert bytes(row) == file.read_bytes()[4096:8192] and not page.arrived
+    row_is_there.set()
+    page.check()
     reader.close()
 
 
