@@ -1,8 +1,9 @@
 """Positioned reads that go past the page cache: 1 MiB each, eight at a time, into aligned memory.
 
 Reads are served in the order in which they are asked for, urgent ones past all others; the requests
-of one read run side by side. The bytes of a read are there when `wait` returns; whether they are the right ones is known
-when `check` returns: the hash is taken on the reader's threads, while the bytes are put to use.
+of one read run side by side. The bytes of a read are there when `wait` returns; whether they are
+the right ones is known when `check` returns: the hash is taken on the reader's threads, while the
+bytes are put to use.
 Where the file system refuses O_DIRECT, reads go through the page cache, which is said once.
 """
 
