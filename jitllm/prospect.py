@@ -9,8 +9,9 @@ from jitllm.errors import FormatError, UsageError
 from jitllm.executor import CHUNK_TOKENS
 from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import kv_bytes
-from jitllm.paging.budget import automatic_budget, memory_limits
+from jitllm.paging.budget import AUTOMATIC_SHARE, memory_limits
 from jitllm.paging.container import Container, remake
+from jitllm.paging.pager import fixed_bytes
 from jitllm.placement.devices import Device, limit, open_devices, parse_devices
 from jitllm.placement.plan import Plan
 from jitllm.placement.planner import plan
@@ -59,6 +60,17 @@ class Prospect:
     def cycle(self) -> list[int]:
         """The pages that a pass visits on the host."""
         return host_cycle(self.container, self.plan)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of the budget, what is not pages that a pass visits."""
+        return fixed_bytes(self.container)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Rows that are looked up one by one, and stay in memory where all else does."""
+        pages = self.container.pages
+        return sum(pages[page].n_bytes for page in self.container.pages_of("embed"))
 
     def kv_sizes(self, n_tokens: int) -> list[int]:
         """Each block's bytes for a cache of `n_tokens`."""
@@ -128,6 +140,7 @@ def _free_memory() -> tuple[int, int]:
 
 
 def _automatic_budget(others: Sequence[Device]) -> int:
-    """The host's budget where nobody sets one: not what devices in the same memory were given."""
+    """The host's budget where nobody sets one: its share of what devices in the same memory, which
+    have theirs already, leave free."""
     lent = sum(device.budget_bytes or 0 for device in others if device.shares_host_memory)
-    return max(0, automatic_budget() - lent)
+    return int(max(0, memory_limits().usable_bytes - lent) * AUTOMATIC_SHARE)

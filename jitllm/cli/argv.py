@@ -49,12 +49,13 @@ class Flag:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a command accepts: its flags by name, its arguments in order and how many of them."""
+    """What a command accepts: its flags by name, its arguments in order and how many of them.
+    An argument is a flag without a dash: its name and kind are checked alike."""
 
     command: str
     see: str
     flags: Mapping[str, Flag]
-    arguments: tuple[str, ...]
+    arguments: tuple[Flag, ...]
     n_required: int
     n_allowed: float
 
@@ -75,7 +76,7 @@ def grammar_of(prog: str, command: str, function: Callable[..., Any]) -> Grammar
         command=command,
         see=f"see {prog} {command} --help",
         flags={f.name: replace(f, required=f.name in required) for f in flags},
-        arguments=tuple(p.name.upper() for p in positional),
+        arguments=tuple(Flag(p.name.upper(), _plain_type(hints[p.name])) for p in positional),
         n_required=sum(p.default is p.empty for p in positional),
         n_allowed=float("inf") if _takes_many(positional, hints) else len(positional),
     )
@@ -157,12 +158,11 @@ def _next_value(shown: str, words: deque[str], grammar: Grammar) -> str:
 
 
 def _check_complete(options: list[str], arguments: list[str], grammar: Grammar) -> None:
-    names = grammar.arguments
+    names = [argument.name for argument in grammar.arguments]
     given = {option.partition("=")[0] for option in options}
+    needed = [f.name for f in grammar.flags.values() if f.required]
     missing = [*names[len(arguments) : grammar.n_required]]
-    missing += [
-        f"-{f.name}" for f in grammar.flags.values() if f.required and f"--{f.name}" not in given
-    ]
+    missing += [f"-{name}" for name in needed if f"--{name}" not in given]
     if missing:
         raise UsageError(f"{grammar.command} needs {' and '.join(missing)}; {grammar.see}")
     if len(arguments) > grammar.n_allowed:
@@ -170,6 +170,8 @@ def _check_complete(options: list[str], arguments: list[str], grammar: Grammar) 
         raise UsageError(
             f"{grammar.command} takes {takes}, but {arguments[len(names)]!r} follows; {grammar.see}"
         )
+    for argument, value in zip(grammar.arguments, arguments, strict=False):
+        argument.check(argument.name, value)
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:

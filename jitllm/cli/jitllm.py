@@ -11,6 +11,8 @@ from jitllm.cli.hardware import hardware
 from jitllm.cli.info import info
 from jitllm.cli.library import library
 from jitllm.cli.perplexity import perplexity
+from jitllm.cli.plan import plan
+from jitllm.cli.profile import profile
 from jitllm.cli.run import run
 from jitllm.cli.speed import speed
 from jitllm.cli.tokenize import tokenize
@@ -38,6 +40,12 @@ COMMANDS = (
     Command(tokenize, 'jitllm tokenize smollm2-135m "Once upon a time"'),
     Command(perplexity, "jitllm perplexity smollm2-135m -f notes.txt -ctx 512"),
     Command(speed, "jitllm speed smollm2-135m"),
+    Command(plan, "jitllm plan -maxmem 50M smollm2-135m"),
+    Command(
+        profile,
+        "jitllm profile check configs/two-devices.yaml models/stories260K.jlm\n"
+        "jitllm profile show configs/two-devices.yaml -gpu-layers 2",
+    ),
     Command(verify, "jitllm verify -devices cpu:1=3M -gpu-layers 2 models/stories260K.jlm"),
     Command(asm, "jitllm asm Q4_K"),
 )

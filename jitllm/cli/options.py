@@ -13,6 +13,7 @@ from jitllm.units import format_size, parse_size
 if TYPE_CHECKING:
     from jitllm.engine import Engine
     from jitllm.placement.rules import Profile
+    from jitllm.prospect import Prospect
 
 Size = Annotated[
     int,
@@ -80,6 +81,18 @@ class EngineOptions:
 
         with progress_bar() as progress:
             return Engine.open(model, **settings, say=say, progress=progress)
+
+    def prospect(self, model: str) -> "Prospect":
+        """What the engine for `model` would be; nothing of the model is read but its head."""
+        profile = self.effective_profile()
+        from jitllm.catalog import resolve
+        from jitllm.paging.container import Container
+        from jitllm.prospect import devices_of, look_ahead
+
+        devices = devices_of(profile, self.vram)
+        with progress_bar() as progress:
+            container = Container.open(resolve(model, say=say, progress=progress))
+        return look_ahead(container, devices, profile, self.maxmem, self.max_seq, profile.kv_dtype)
 
     def settings(self) -> dict[str, Any]:
         """What these flags are to `Engine.open`."""

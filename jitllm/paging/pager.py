@@ -52,8 +52,6 @@ __all__ = ["Applied", "Pager", "PagerCounters", "fixed_bytes", "whole_cycle"]
 _READ_AHEAD_REQUESTS = 2 * N_IN_FLIGHT
 """Requests under way from which on pages that are read only once are not read further ahead."""
 _PASSES_BETWEEN_CHOICES = 8
-_WORTH_CHANGING = 0.85
-"""Another number of moving frames is taken where it brings a pass below this part of its time."""
 
 
 class Pager:
@@ -320,7 +318,7 @@ class Pager:
             return
         seconds = partial(policy.relative_seconds, self._cycle_bytes)
         ratio, best = self.rates.compute_to_read, self._choose(self.budget_bytes)
-        if seconds(best, ratio) < _WORTH_CHANGING * seconds(self.arrangement, ratio):
+        if seconds(best, ratio) < policy.WORTH_CHANGING * seconds(self.arrangement, ratio):
             self._arrange(self.budget_bytes, best)
 
     def _load_dense(self) -> Frame | None:

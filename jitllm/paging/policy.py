@@ -21,6 +21,8 @@ from functools import cache, partial
 TYPICAL_COMPUTE_TO_READ = 4.0
 """Bytes computed in the time of one byte read, until both were measured: one token of a block is
 bound by memory, which is some times faster than a disk."""
+WORTH_CHANGING = 0.85
+"""Another number of moving frames is taken where it brings a pass below this part of its time."""
 _GOLDEN = (5**0.5 - 1) / 2
 _PASSES = 8
 _WARM_PASSES = 3
@@ -140,6 +142,19 @@ def choose(
     fitting = [a for a in arranged if a is not None and (kept is None or a.keeps(kept))]
     seconds = partial(relative_seconds, page_bytes, compute_to_read=compute_to_read)
     return min(fitting, key=seconds, default=None)
+
+
+def settle(
+    page_bytes: Sequence[int], budget_bytes: int, compute_to_read: float
+) -> Arrangement | None:
+    """What a pager ends with: it begins with the typical rates' choice and, once it has measured
+    `compute_to_read`, takes that one's where it is worth changing."""
+    first = choose(page_bytes, budget_bytes)
+    best = choose(page_bytes, budget_bytes, compute_to_read)
+    if first is None or best is None:
+        return best
+    seconds = partial(relative_seconds, page_bytes, compute_to_read=compute_to_read)
+    return best if seconds(best) < WORTH_CHANGING * seconds(first) else first
 
 
 def relative_seconds(

@@ -35,7 +35,11 @@ def score(model: str, /, *, f: str, ctx: int = 512) -> None:
     """Never called."""
 
 
-COMMANDS = {"go": go, "info": info, "score": score}
+def profile(action: Literal["check", "show"], file: str | None = None, /) -> None:
+    """Never called."""
+
+
+COMMANDS = {"go": go, "info": info, "score": score, "profile": profile}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_values_and_arguments_survive_whatever_they_begin_with(words, expected):
     ("words", "sentence"),
     [
         (["goo"], "unknown command 'goo'; did you mean go?"),
-        (["zzz"], "unknown command 'zzz'; the commands are go, info, score"),
+        (["zzz"], "unknown command 'zzz'; the commands are go, info, score, profile"),
         (["-n", "4", "go"], "the command comes first, then -n; see prog --help"),
         (["go", "-tmp", "0", "m"], "go has no flag -tmp; did you mean -temp?"),
         (["go", "--maxmen=4G", "m"], "go has no flag --maxmen; did you mean --maxmem?"),
@@ -104,6 +108,7 @@ def test_values_and_arguments_survive_whatever_they_begin_with(words, expected):
         (["go", "-kv", "q4", "m"], "-kv has to be f16 or f32, but is 'q4'"),
         (["go", "-json=no", "m"], "-json takes no value, but is given 'no'"),
         (["go"], "go needs MODEL; see prog go --help"),
+        (["profile", "sho"], "ACTION has to be check or show, but is 'sho'"),
         (["score", "m", "-ctx", "8"], "score needs -f; see prog score --help"),
         (["score", "-ctx", "8"], "score needs MODEL and -f; see prog score --help"),
         (["--tyro-print-completion", "cmd"], "write --tyro-print-completion SHELL,"

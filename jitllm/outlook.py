@@ -1,0 +1,227 @@
+"""What a budget will cost on this machine: the prospect's pages, the page policy, and two rates.
+
+The disk's rate is measured each time, by direct reads of the container's own pages for a fraction
+of a second. The rate of computing is measured once per machine and model, by decoding a few tokens,
+and kept in the cache.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+from jitllm.catalog import cache_dir
+from jitllm.engine import Engine
+from jitllm.kernels.ops import choose
+from jitllm.paging import policy
+from jitllm.paging.budget import Ledger, usable_cores
+from jitllm.paging.container import Container
+from jitllm.paging.frames import aligned_memory
+from jitllm.paging.reader import Read, Reader, page_segments
+from jitllm.placement.devices import HOST
+from jitllm.placement.forecast import Forecast, Workload, forecast
+from jitllm.placement.plan import STREAMED
+from jitllm.prospect import Prospect
+
+Say = Callable[[str], None]
+
+_READ_S = 0.3
+_N_TOKENS = 24
+_DECODE_S = 4.0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What computing with a model takes here; kept in the cache."""
+
+    bytes_per_s: float
+    """Of pages, in a decoding pass, waits for reads left out."""
+    activation_bytes: int
+    """The most that a step's activations took on the host."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does with a model, in bytes of its pages a second."""
+
+    read: float
+    """From disk."""
+    paged: float
+    """Computing page by page, waits for reads left out."""
+    resident: float
+    """Computing with all pages in memory, as one step."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A prospect and what a token of it will cost."""
+
+    prospect: Prospect
+    rates: Rates | None
+    forecast: Forecast | None
+    """Of the pages that the host visits; both are None where it visits none."""
+    activation_bytes: int
+
+    @property
+    def weights_bytes(self) -> int:
+        """The whole model."""
+        return sum(page.n_bytes for page in self.prospect.container.pages)
+
+    @property
+    def kv_bytes(self) -> int:
+        """One conversation's cache."""
+        return sum(self.prospect.kv_sizes(self.prospect.max_seq))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the host will hold: pages, one conversation's cache, activations."""
+        pages = self.forecast.now.budget_bytes if self.forecast else self.prospect.fixed_bytes
+        if not self.over_bytes:
+            pages += self.prospect.embedding_bytes
+        kv = sum(part.kv_bytes for part in self.prospect.plan.blocks if part.kv_device == HOST)
+        return pages + kv + self.activation_bytes
+
+    @property
+    def over_bytes(self) -> int:
+        """By how much the host's pages, all of them, exceed its budget."""
+        pages = self.forecast.whole.budget_bytes if self.forecast else self.prospect.fixed_bytes
+        return max(0, pages + self.prospect.embedding_bytes - self.prospect.budget_bytes)
+
+
+def outlook(prospect: Prospect, say: Say = lambda _: None) -> Outlook:
+    """The outlook for `prospect`; `say` hears of a measurement that takes a few seconds.
+
+    BudgetError, with the smallest budget that works, before anything is measured.
+    """
+    if not prospect.cycle:
+        return Outlook(prospect, None, None, 0)
+    paged = predict(prospect, _ANY_RATES).now.page_ins > 0
+    read = read_rate(prospect.container)
+    compute = measured(prospect, paged, say)
+    other = _kept(prospect, not paged) or compute
+    page_by_page, whole = (compute, other) if paged else (other, compute)
+    rates = Rates(read, page_by_page.bytes_per_s, whole.bytes_per_s)
+    return Outlook(prospect, rates, predict(prospect, rates), compute.activation_bytes)
+
+
+def predict(prospect: Prospect, rates: Rates) -> Forecast:
+    """The forecast for the pages that the host visits; there have to be some."""
+    load = _workload(prospect, rates)
+    whole_s = sum(load.page_bytes) / rates.resident
+    found = forecast(load, prospect.budget_bytes)
+    costs = {name: getattr(found, name) for name in ("now", "up", "down", "smallest", "whole")}
+    return replace(
+        found,
+        **{
+            name: replace(cost, seconds=whole_s)
+            for name, cost in costs.items()
+            if cost is not None and not cost.page_ins
+        },
+    )
+
+
+def _workload(prospect: Prospect, rates: Rates) -> Workload:
+    pages = prospect.container.pages
+    page_bytes = [pages[page].n_bytes for page in prospect.cycle]
+    return Workload(
+        page_bytes=page_bytes,
+        compute_s=[n_bytes / rates.paged for n_bytes in page_bytes],
+        read_bytes_per_s=rates.read,
+        arrange=lambda n_bytes: policy.settle(page_bytes, n_bytes, rates.paged / rates.read),
+        pass_seconds=policy.pass_seconds,
+        fixed_bytes=prospect.fixed_bytes,
+    )
+
+
+def read_rate(container: Container, seconds: float = _READ_S) -> float:
+    """Bytes a second of reading the container's pages, past the page cache where that can be.
+
+    One page is under way while the next is asked for, as the pager does it.
+    """
+    largest = max(page.n_bytes for page in container.pages)
+    buffers = [memoryview(aligned_memory(largest, Ledger(), "staging")[0]) for _ in range(2)]
+    reader, reads, start = Reader(container.path), deque[Read](), time.perf_counter()
+    n_bytes, spent = 0, 0.0
+    try:
+        for number, page in enumerate(cycle(container.pages)):
+            view = buffers[number % 2][: page.n_bytes]
+            reads.append(reader.read(page_segments(page.offset, view)))
+            if len(reads) == len(buffers):
+                read = reads.popleft()
+                read.wait()
+                n_bytes, spent = n_bytes + read.n_bytes, time.perf_counter() - start
+            if spent >= seconds:
+                break
+    finally:
+        reader.close()
+    return n_bytes / spent
+
+
+def measured(prospect: Prospect, paged: bool, say: Say = lambda _: None) -> Compute:
+    """From the cache; where nobody has yet, measured by decoding a few tokens under the prospect's
+    budget, which leads to `paged` passes or not."""
+    if (kept := _kept(prospect, paged)) is not None:
+        return kept
+    say("measuring, this once, how fast this machine computes with the model")
+    compute = _measure(prospect)
+    _keep(_file(prospect, paged), compute)
+    return compute
+
+
+def _measure(prospect: Prospect) -> Compute:
+    n_bytes = sum(prospect.container.pages[page].n_bytes for page in prospect.cycle)
+    seconds: list[float] = []
+    small = replace(prospect, max_seq=min(prospect.max_seq, 2 * _N_TOKENS))
+    with Engine(small) as engine, engine.session() as session:
+        session.prefill(list(range(_N_TOKENS // 2)))  # compiles the step of a prompt too
+        deadline = time.perf_counter() + _DECODE_S
+        while len(seconds) < _N_TOKENS and (len(seconds) < 4 or time.perf_counter() < deadline):
+            start, blocked_s = time.perf_counter(), engine.pager_counters().blocked_s
+            session.prefill([len(seconds)])
+            waited_s = engine.pager_counters().blocked_s - blocked_s
+            seconds.append(max(time.perf_counter() - start - waited_s, 1e-9))
+        lines = {line.name: line.peak_bytes for line in engine.stats().ledger.lines}
+    typical_s = statistics.median(seconds[len(seconds) // 4 :])  # the first ones compile
+    return Compute(n_bytes / typical_s, lines["activations"])
+
+
+def _kept(prospect: Prospect, paged: bool) -> Compute | None:
+    try:
+        return Compute(**json.loads(_file(prospect, paged).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _file(prospect: Prospect, paged: bool) -> Path:
+    """A name for the model, for where its parts compute and with what, and for how."""
+    key = (
+        prospect.container.metadata["source"]["sha256"],
+        [(part.device, part.mode == STREAMED) for part in prospect.plan.assignments],
+        choose("cpu")[1],
+        usable_cores(),
+        prospect.kv_dtype,
+        paged,
+    )
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    return cache_dir() / "rates" / f"{digest}.json"
+
+
+def _keep(path: Path, compute: Compute) -> None:
+    """Write a cache file whole or not at all; one that cannot be written is measured again."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(asdict(compute)))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+
+
+_ANY_RATES = Rates(read=1.0, paged=policy.TYPICAL_COMPUTE_TO_READ, resident=1.0)
+"""For what does not depend on the rates: whether a budget works, and whether pages move."""
