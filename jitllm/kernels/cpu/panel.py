@@ -15,6 +15,8 @@ left, and takes most of the time, is the arithmetic of scales.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.dot import BYTES, bias, dot, zeros
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP, Format, Planes, plane_addresses
@@ -161,9 +163,10 @@ def _start(f: Function, t: Tier, shape: Shape, x: Activations) -> list[Value]:
 # --- AMX --------------------------------------------------------------------------------------
 
 _ROWS = 16
-# Tile registers: (rows, bytes per row). Two of sums; activations and codes of 32 columns, of 16.
-_SUMS_0, _X, _W, _X_HALF, _W_HALF = 0, 2, 3, 4, 5
-_TILES = ((_ROWS, 64), (_ROWS, 64), (_ROWS, 32), (8, 64), (_ROWS, 16), (4, 64))
+# Tile registers, as (rows, bytes per row): four of sums, then activations and codes of 32 columns
+# and of 16.
+_SUMS_TILES, _X, _W, _X_HALF, _W_HALF = 4, 4, 5, 6, 7
+_TILES = (*[(_ROWS, 64)] * _SUMS_TILES, (_ROWS, 32), (8, 64), (_ROWS, 16), (4, 64))
 
 
 def enter(f: Function, t: Tier) -> None:
@@ -185,36 +188,73 @@ def leave(f: Function, t: Tier) -> None:
         f.intrinsic("x86.tilerelease", void)
 
 
+@dataclass(frozen=True)
+class _AmxTile:
+    """One tile of rows against a block: its 16 running sums stay in registers over the steps.
+
+    A step's integer sums are multiplied into one pair of tile registers while those of the step
+    before leave the other, so that no instruction waits in the reorder buffer for the whole way
+    from load to scale. In cache, GOPS of a core without and with this: 740, 890 for affine types,
+    540, 640 for halves.
+    """
+
+    f: Function
+    t: Tier
+    shape: Shape
+    x: Value
+    w: Value
+    acc: list[Var]
+    room: Value
+
+    @property
+    def parts(self) -> int:
+        """Integer sums of a step: one, or one per half."""
+        return 2 if self.shape.name == "halves" else 1
+
+    def at(self, step: Value) -> tuple[Value, Value]:
+        """The activations and the codes of a step."""
+        x_bytes = self.shape.tokens(self.t) * STEP_BYTES
+        return self.x + step * x_bytes, self.w + step * self.shape.panel_step_bytes
+
+    def multiply(self, step: Value, half: int) -> None:
+        """The i32[16 tokens, 16 rows] sums of a step, into tile registers."""
+        f, (x, w) = self.f, self.at(step)
+        at_x, at_w = (_X_HALF, _W_HALF) if self.parts == 2 else (_X, _W)
+        product = "tdpbsud" if self.shape.name == "affine" else "tdpbssd"
+        x_tile, w_tile = f.value(at_x, i8), f.value(at_w, i8)
+        for part in range(self.parts):
+            sums = f.value(2 * half + part, i8)
+            f.intrinsic("x86.tileloadd64", void, x_tile, x + 16 * part, f.value(STEP, i64))
+            f.intrinsic("x86.tileloadd64", void, w_tile, w + 256 * part, f.value(64, i64))
+            f.intrinsic("x86.tilezero", void, sums)
+            f.intrinsic(f"x86.{product}", void, sums, x_tile, w_tile)
+
+    def add(self, step: Value, half: int) -> None:
+        """The sums of a step, out of their registers, scaled and added to the running ones."""
+        f, (x, w) = self.f, self.at(step)
+        size = 64 * _ROWS
+        rooms = [self.room + (2 * half + part) * size for part in range(self.parts)]
+        for part, room in enumerate(rooms):
+            sums = f.value(2 * half + part, i8)
+            f.intrinsic("x86.tilestored64", void, sums, room, f.value(64, i64))
+        scales = _scales(f, self.shape, w)
+        for i, a in enumerate(self.acc):
+            ints = [f.load(room, vec(i32), 64 * i, 64) for room in rooms]
+            token = Activations(f, x, self.shape.tokens(self.t), i)
+            add_step(f, self.shape.name, ints, token, scales, a)
+
+
 def _amx_tile(
     f: Function, t: Tier, shape: Shape, x: Value, w: Value, n: Value, sums: Value
 ) -> None:
-    """One tile of rows: its 16 running sums stay in registers over the steps."""
-    tokens = shape.tokens(t)
-    acc = [f.var(f.load(sums, SUMS, _at(i, 0), 64)) for i in range(tokens)]
-    parts = 2 if shape.name == "halves" else 1
-    room = f.stack(SUMS, _ROWS * parts, align=64)
-    with f.loop(0, n) as step:
-        x_step = x + step * (tokens * STEP_BYTES)
-        w_step = w + step * shape.panel_step_bytes
-        for part in range(parts):
-            _amx_dot(f, shape, x_step, w_step, part, room)
-        scales = _scales(f, shape, w_step)
-        for i, a in enumerate(acc):
-            ints = [f.load(room, vec(i32), 64 * (part * _ROWS + i), 64) for part in range(parts)]
-            add_step(f, shape.name, ints, Activations(f, x_step, tokens, i), scales, a)
+    acc = [f.var(f.load(sums, SUMS, _at(i, 0), 64)) for i in range(shape.tokens(t))]
+    tile = _AmxTile(f, t, shape, x, w, acc, f.stack(SUMS, _SUMS_TILES * _ROWS, align=64))
+    tile.multiply(f.value(0, i64), 0)
+    with f.loop(0, n, 2) as step:
+        tile.multiply(f.minimum(step + 1, n - 1), 1)
+        tile.add(step, 0)
+        tile.multiply(f.minimum(step + 2, n - 1), 0)
+        with f.when(step + 1 < n):
+            tile.add(step + 1, 1)
     for i, a in enumerate(acc):
         f.store(a.get(), sums, _at(i, 0), 64)
-
-
-def _amx_dot(f: Function, shape: Shape, x: Value, w: Value, part: int, room: Value) -> None:
-    """The integer sums of a step (or half) of 16 tokens: i32[16 tokens, 16 rows] into `room`."""
-    halves = shape.name == "halves"
-    at_x, at_w = (_X_HALF, _W_HALF) if halves else (_X, _W)
-    multiply = "tdpbsud" if shape.name == "affine" else "tdpbssd"
-    total, x_tile, w_tile = (f.value(i, i8) for i in (_SUMS_0 + part, at_x, at_w))
-    f.intrinsic("x86.tileloadd64", void, x_tile, x + 16 * part, f.value(STEP, i64))
-    f.intrinsic("x86.tileloadd64", void, w_tile, w + 256 * part, f.value(64, i64))
-    f.intrinsic("x86.tilezero", void, total)
-    f.intrinsic(f"x86.{multiply}", void, total, x_tile, w_tile)
-    to = room + 64 * _ROWS * part
-    f.intrinsic("x86.tilestored64", void, total, to, f.value(64, i64))
