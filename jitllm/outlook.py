@@ -58,6 +58,9 @@ class Rates:
     """Computing with all pages in memory, as one step."""
 
 
+_ANY_RATES = Rates(read=1.0, paged=policy.TYPICAL_COMPUTE_TO_READ, resident=1.0)
+
+
 @dataclass(frozen=True)
 class Outlook:
     """A prospect and what a token of it will cost."""
@@ -101,7 +104,7 @@ def outlook(prospect: Prospect, say: Say = lambda _: None) -> Outlook:
     """
     if not prospect.cycle:
         return Outlook(prospect, None, None, 0)
-    paged = predict(prospect, _ANY_RATES).now.page_ins > 0
+    paged = predict(prospect).now.page_ins > 0
     read = read_rate(prospect.container)
     compute = measured(prospect, paged, say)
     other = _kept(prospect, not paged) or compute
@@ -110,8 +113,12 @@ def outlook(prospect: Prospect, say: Say = lambda _: None) -> Outlook:
     return Outlook(prospect, rates, predict(prospect, rates), compute.activation_bytes)
 
 
-def predict(prospect: Prospect, rates: Rates) -> Forecast:
-    """The forecast for the pages that the host visits; there have to be some."""
+def predict(prospect: Prospect, rates: Rates | None = None) -> Forecast:
+    """The forecast for the pages that the host visits; there have to be some.
+
+    Which budgets work, and which hold all, does not depend on the rates.
+    """
+    rates = rates or _ANY_RATES
     load = _workload(prospect, rates)
     whole_s = sum(load.page_bytes) / rates.resident
     found = forecast(load, prospect.budget_bytes)
@@ -221,7 +228,3 @@ def _keep(path: Path, compute: Compute) -> None:
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
-
-
-_ANY_RATES = Rates(read=1.0, paged=policy.TYPICAL_COMPUTE_TO_READ, resident=1.0)
-"""For what does not depend on the rates: whether a budget works, and whether pages move."""

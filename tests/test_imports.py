@@ -28,6 +28,7 @@ MEETING_PLACE = [
     "jitllm.verify",
     "jitllm.prospect",
     "jitllm.outlook",
+    "jitllm.sweep",
 ]
 PLAIN = ["jitllm.errors", "jitllm.units"]
 

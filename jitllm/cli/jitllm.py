@@ -15,6 +15,7 @@ from jitllm.cli.plan import plan
 from jitllm.cli.profile import profile
 from jitllm.cli.run import run
 from jitllm.cli.speed import speed
+from jitllm.cli.sweep import sweep
 from jitllm.cli.tokenize import tokenize
 from jitllm.cli.verify import verify
 
@@ -41,6 +42,7 @@ COMMANDS = (
     Command(perplexity, "jitllm perplexity smollm2-135m -f notes.txt -ctx 512"),
     Command(speed, "jitllm speed smollm2-135m"),
     Command(plan, "jitllm plan -maxmem 50M smollm2-135m"),
+    Command(sweep, "jitllm sweep smollm2-135m --points 8 --png curve.png"),
     Command(
         profile,
         "jitllm profile check configs/two-devices.yaml models/stories260K.jlm\n"

@@ -6,11 +6,13 @@ from itertools import pairwise
 import pytest
 
 from jitllm.paging.policy import (
+    WORTH_CHANGING,
     Arrangement,
     arrange,
     choose,
     pass_seconds,
     relative_seconds,
+    settle,
     smallest_bytes,
     spread,
 )
@@ -142,3 +144,12 @@ def test_the_choice_is_never_the_slower_of_the_two():
         best = min(relative_seconds(page_bytes, a, ratio) for a in both if a)
         chosen = choose(page_bytes, budget, ratio)
         assert relative_seconds(page_bytes, chosen, ratio) == best
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 4.0, 10.0, 100.0])
+def test_a_pager_settles_on_the_faster_choice_where_it_is_worth_changing(ratio):
+    pages, budget = [10] * 8, 60
+    first, best = choose(pages, budget), choose(pages, budget, ratio)
+    gain = relative_seconds(pages, best, ratio) / relative_seconds(pages, first, ratio)
+    assert settle(pages, budget, ratio) == (best if gain < WORTH_CHANGING else first)
+    assert settle(pages, 9, ratio) is None
