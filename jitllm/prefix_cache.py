@@ -23,7 +23,7 @@ MIN_TOKENS = 4
 """Fewer are not worth a copy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
     tokens: np.ndarray
     snapshot: Snapshot
@@ -122,8 +122,7 @@ class PrefixCache:
         self._entries.append(_Entry(tokens, snapshot, charge))
 
     def _drop(self, entry: _Entry) -> None:
-        # by identity: two entries never compare
-        self._entries = [other for other in self._entries if other is not entry]
+        self._entries.remove(entry)
         entry.charge.release()
 
 

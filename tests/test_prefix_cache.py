@@ -63,6 +63,10 @@ def test_a_longer_one_takes_the_place_of_its_beginnings(ledger):
     found.store(holding(1, 2, 3, 4))
     assert found.stats.n_entries == 1
     assert ledger.used("prefix_cache") == ENTRY
+    found.store(holding(*range(20, 40)))
+    found.store(holding(1, 2, 3, 4))
+    assert found.stats.n_entries == 2
+    assert restored(found, 1, 2, 3, 4, 5, 6) == [1, 2, 3, 4, 5]
 
 
 def test_the_least_recently_used_goes_before_another_is_stored(ledger):

@@ -61,7 +61,8 @@ def placement_lines(placement: Facts) -> list[str]:
     rows = [("part", "device", "mode", "bytes", "KV", "rule")]
     for parts in _runs(placement["parts"]):
         first, last = parts[0], parts[-1]
-        name = first["part"] if len(parts) == 1 else f"{first['part']}-{last['part'].split()[1]}"
+        several = f"blocks {first['part'].split()[-1]}-{last['part'].split()[-1]}"
+        name = first["part"] if len(parts) == 1 else several
         n_bytes, kv_bytes = (sum(p[key] for p in parts) for key in ("bytes", "kv_bytes"))
         where = first["device"], first["mode"]
         rows.append((name, *where, format_size(n_bytes), format_size(kv_bytes), first["rule"]))
@@ -86,10 +87,12 @@ def session_lines(sessions: Sequence[Facts]) -> list[str]:
     """The open sessions."""
     if not sessions:
         return ["no session is open"]
-    rows = [("session", "model", "kind", "tokens", "room", "")]
+    rows = [("session", "model", "kind", "tokens", "room", "state")]
     for s in sessions:
         numbers = f"{s['tokens']:,}", f"{s['room_tokens']:,}"
-        rows.append((s["id"], s["model"], s["kind"] or "new", *numbers, "busy" * s["busy"]))
+        rows.append(
+            (s["id"], s["model"], s["kind"] or "new", *numbers, "busy" if s["busy"] else "idle")
+        )
     return columns(rows)
 
 

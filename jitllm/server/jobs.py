@@ -139,12 +139,13 @@ class Job:
             session=self.session.kv if self.session else None,
         )
 
-    def end_turn(self, index: int, reply: str, well: bool) -> None:
+    def end_turn(self, index: int, reply: ReplyText, text: str, well: bool) -> None:
         """The reply has ended: so has the session's turn, before the client hears of it."""
         if self.session is None:
             return
         if well:
-            self.session.commit(self._rows[index].history, reply)
+            row = self._rows[index]
+            self.session.commit(row.history[: len(row.ids) + reply.n_kept], text)
         else:
             self.session.abandon()
 
@@ -184,7 +185,7 @@ class _RowSink:
     def end(self, reason: str, error: Exception | None) -> None:
         well = error is None and reason != "cancelled"
         last = self._reply.finish(reason)
-        self._job.end_turn(self._index, self._text + last.text, well)
+        self._job.end_turn(self._index, self._reply, self._text + last.text, well)
         if error is not None:
             self._job.outbox.put(error)
         else:

@@ -95,6 +95,14 @@ class ReplyText:
         self._stops = StopFilter(stops)
         self._n_decoded = self._n_shown = 0
         self._held: list[tuple[int, TokenFacts]] = []
+        self._ends: list[int] = []
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens that no stop string has cut off, wholly or in part."""
+        if not self.stopped:
+            return len(self._ends)
+        return sum(end <= self._n_shown for end in self._ends)
 
     @property
     def stopped(self) -> bool:
@@ -106,6 +114,7 @@ class ReplyText:
         text = self._decoder.push(token)
         begin = self._offset + self._n_decoded
         self._n_decoded += len(text)
+        self._ends.append(self._n_decoded)
         if logprob is not None:
             facts = facts_of(self._tokenizer, token, logprob, begin)
             self._held.append((self._n_decoded, facts))

@@ -1,8 +1,8 @@
 """Sessions: conversations that the server remembers, each with a KV cache of its own.
 
 A session is a growing text or a growing chat, whichever it began as. A turn sends what is new; the
-prompt is the whole conversation, and its KV is there as far as the ids agree. A turn that does not
-end well leaves the session as it was.
+prompt is the whole conversation, and its KV is there as far as the ids agree. What a stop string
+cut off was never said. A turn that does not end well leaves the session as it was.
 """
 
 from __future__ import annotations
@@ -113,14 +113,20 @@ class OpenSession:
         self._kind = kind
 
     def _continue(self, prompt: Prompt) -> list[int]:
-        """The text so far and `prompt`, tokenised as one: the ids of one long prompt."""
+        """The conversation's ids with those of `prompt`: what one long prompt has, where that
+        begins with the same ids; a reply need not be made of the tokens its text would have."""
         tokenizer = self._engine.tokenizer
-        if isinstance(prompt, str):
-            self._next = self._text + prompt
-            return tokenizer.encode(self._next)
-        ids = [*self._ids, *prompt]
-        self._next = tokenizer.decode(ids)
-        return ids
+        if not isinstance(prompt, str):
+            ids = [*self._ids, *prompt]
+            self._next = tokenizer.decode(ids)
+            return ids
+        self._next = self._text + prompt
+        whole = tokenizer.encode(self._next)
+        if whole[: len(self._ids)] == self._ids:
+            return whole
+        # encoding puts the space that it took away back in front
+        more = prompt.removeprefix(" ") if tokenizer.add_space_prefix else prompt
+        return [*self._ids, *tokenizer.encode(more, add_bos=False)]
 
 
 class Sessions:

@@ -1,0 +1,319 @@
+"""A real server in a process of its own: verbs, disconnects, changes while it runs, and its end."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jitllm.cli import jitllmd
+from jitllm.errors import JitllmError
+from tests.server.process import Served, serving, wait_for, write_model
+
+SMALL, LARGE = "400K", "64M"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path):
+    flags = ["-load", "tiny.jlm", "-devices", "cpu,cpu:1=64M", "-maxmem", LARGE]
+    flags += ["-placement", "*=host,head=host"]
+    with serving(folder, *flags, "-sessions", "4", "-max-queue", "4") as served:
+        yield served
+
+
+@pytest.fixture
+def verb(served: Served, capsys: pytest.CaptureFixture):
+    """Runs a verb against the server; its exit code and what it printed."""
+
+    def verb(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = jitllmd.main([argv[0], "-addr", served.addr, *argv[1:]])
+        return code, *capsys.readouterr()
+
+    return verb
+
+
+# Verbs
+
+
+def test_devices_shows_the_memory_that_can_be_spent(verb):
+    code, out, _ = verb("devices")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["device", "budget", "used", "free", "total", "kind"]
+    # cpu:1 has the host's memory, which is there once
+    assert [line.split()[0] for line in lines[1:]] == ["host"]
+
+
+def test_place_shows_the_pager_and_changes_its_budget(served, verb):
+    _, out, _ = verb("place", "-model", "tiny")
+    assert "4 of 4 blocks resident at once" in out and ": it fits" in out
+    text = served.text("Once upon a time", max_tokens=12)
+    code, out, _ = verb("place", "-model", "tiny", "-maxmem", SMALL)
+    assert code == 0
+    assert "memory   budget 400.0 KiB" in out and "over budget by" in out
+    assert "applied  budget 400.0 KiB" in out
+    before = served.stats()["models"]["tiny"]["pager"]["page_ins"]
+    assert served.text("Once upon a time", max_tokens=12) == text
+    assert served.stats()["models"]["tiny"]["pager"]["page_ins"] > before
+    code, _, err = verb("place", "-model", "tiny", "-maxmem", "1K")
+    assert code == 1 and err.startswith("jitllmd: a budget of 1.0 KiB is too small")
+    verb("place", "-model", "tiny", "-maxmem", LARGE)
+
+
+def test_blocks_move_in_the_middle_of_a_conversation_with_their_kv(served, verb):
+    id = verb("sessions", "-new", "-model", "tiny")[1].strip()
+    plain = served.complete("Once upon a time", max_tokens=8, jitllm_session=id)
+    code, out, err = verb("place", "-session", id, "-move", "1:2", "-to", "cpu:1")
+    assert code == 0, err
+    moved = [line.split() for line in out.splitlines() if "cpu:1" in line]
+    assert moved and moved[0][:3] == ["blocks", "1-2", "cpu:1"]
+    more = served.complete(" She", max_tokens=8, jitllm_session=id)
+    assert more["jitllm"]["blocks"] == {"host": 2, "cpu:1": 2}
+    assert more["usage"]["prompt_tokens_details"]["cached_tokens"] == 5 + 7
+    verb("place", "-model", "tiny", "-move", "0:3", "-to", "host")
+    verb("sessions", "-close", id)
+    id = verb("sessions", "-new")[1].strip()
+    for prompt, turn in (("Once upon a time", plain), (" She", more)):
+        unmoved = served.complete(prompt, max_tokens=8, jitllm_session=id)
+        assert unmoved["choices"] == turn["choices"]
+    assert served.stats()["models"]["tiny"]["blocks_executed"]["cpu:1"] > 0
+    code, _, err = verb("place", "-session", id, "-move", "0:9", "-to", "cpu:1")
+    assert (code, err) == (1, "jitllmd: blocks 0-9 are not there; the model has 0-3\n")
+    assert verb("sessions", "-close", id)[1] == "no session is open\n"
+
+
+def test_a_placement_map_is_followed_while_the_server_runs(served, verb):
+    code, _, err = verb("place", "-model", "tiny", "-placement", "0=cpu:1,*=host")
+    assert code == 0, err
+    assert served.complete("a", max_tokens=1)["jitllm"]["blocks"] == {"cpu:1": 1, "host": 3}
+    verb("place", "-model", "tiny", "-placement", "*=host")
+
+
+def test_run_streams_to_stdout_and_says_the_cost_on_stderr(served, verb):
+    code, out, err = verb("run", "-n", "6", "-temp", "0", "Once upon a time")
+    assert code == 0
+    assert out == f"Once upon a time{served.text('Once upon a time', max_tokens=6)}\n"
+    assert err.startswith("rate     prompt 5 tokens")
+    code, out, _ = verb("run", "--json", "-chat", "-n", "3", "-temp", "0", "hello")
+    assert json.loads(out)["object"] == "chat.completion"
+
+
+def test_models_and_stats_say_what_is_there(served, verb):
+    _, out, _ = verb("models", "-load", "tiny.jlm", "-id", "two", "-maxmem", SMALL)
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["tiny", "two"]
+    assert json.loads(verb("models", "--json", "-unload", "two")[1])["data"][0]["id"] == "tiny"
+    out = verb("stats")[1]
+    assert out.splitlines()[0].startswith("server   up for")
+    assert "model    tiny" in out
+
+
+def test_a_server_that_is_not_there_is_one_sentence_with_how_to_start_it(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert jitllmd.main(["devices", "-addr", f"127.0.0.1:{port}"]) == 1
+    assert capsys.readouterr().err == (
+        f"jitllmd: no server answers at 127.0.0.1:{port} (Connection refused); "
+        f"jitllmd serve -addr 127.0.0.1:{port} starts one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["place"], "place needs either -model ID or -session ID"),
+        (["place", "-model", "a", "-move", "0:1"], "-move FIRST:LAST and -to WHERE go together"),
+        (["place", "-session", "s", "-maxmem", "1M"], "-maxmem is a model's; write -model ID"),
+        (["models", "-maxmem", "1M"], "-maxmem is for a model to load; add -load FILE"),
+        (["sessions", "-model", "m"], "-model is for a session to open; add -new"),
+        (["run", "-system", "x", "y"], "-system is part of a conversation; add -chat"),
+        (["serve", "-addr", "0.0.0.0:0"], "-addr 0.0.0.0:0 can be reached from other machines; "
+         "add --api-key KEY, or listen at 127.0.0.1:4242"),
+    ],
+)  # fmt: skip
+def test_verbs_that_cannot_mean_anything_are_usage(capsys, argv, message):
+    assert jitllmd.main(argv) == 2
+    assert capsys.readouterr().err == f"jitllmd: {message}\n"
+
+
+# Clients that leave
+
+
+LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+# no two begin alike, so that every one of them has to be read
+MANY_PROMPTS = [[10 + i, *[7] * 1000] for i in range(32)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("state", "body"),
+    [
+        ("queued", LONG | {"prompt": "Once"}),
+        ("prefilling", {"prompt": MANY_PROMPTS, "max_tokens": 1}),
+        ("decoding", LONG | {"prompt": "Once"}),
+    ],
+)
+def test_a_client_that_goes_away_frees_its_row_and_is_counted(served, state, body, stream):
+    before = served.stats()["requests"]["cancelled"]
+    others = [served.send(LONG | {"prompt": "Other", "n": 4})] if state == "queued" else []
+    if others:
+        wait_for(lambda: served.rows()[2] == 4)
+    connection = served.send(body | {"stream": stream})
+    which = ("queued", "prefilling", "decoding").index(state)
+    wait_for(lambda: served.rows()[which] >= 1)
+    connection.close()
+    wait_for(lambda: served.rows()[0] == 0)
+    for other in others:
+        other.close()
+    wait_for(lambda: served.rows() == (0, 0, 0))
+    wait_for(lambda: served.stats()["requests"]["cancelled"] == before + 1 + len(others))
+
+
+def test_a_full_queue_is_a_429_with_retry_after(served):
+    busy = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+    connections = [served.send(busy | {"n": 4})]
+    wait_for(lambda: served.rows()[2] == 4)
+    connections += [served.send(busy) for _ in range(4)]
+    wait_for(lambda: served.rows()[0] == 4)
+    refused = served.send(busy)
+    answer = refused.recv(4096).decode()
+    assert answer.startswith("HTTP/1.1 429 ")
+    assert "\r\nRetry-After: " in answer
+    for connection in (*connections, refused):
+        connection.close()
+    wait_for(lambda: served.rows() == (0, 0, 0))
+
+
+def test_a_client_that_sends_nothing_or_reads_nothing_holds_up_nobody(served):
+    idle = [socket.create_connection((served.host, served.port)) for _ in range(30)]
+    half = [socket.create_connection((served.host, served.port)) for _ in range(30)]
+    for connection in half:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
+    asked = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    deaf = [served.send(asked) for _ in range(3)]
+    assert served.text("Once", max_tokens=3)
+    wait_for(lambda: served.rows() == (0, 0, 0), seconds=60)
+    for connection in (*idle, *half, *deaf):
+        connection.close()
+
+
+# All at once
+
+
+PROMPTS = [f"{word} upon a time there was" for word in ("Once", "Twice", "Lily", "Tim")]
+
+
+def ask(served: Served, right: list[str], seed: int, stop: threading.Event) -> int:
+    """Asks until told to stop, and goes away amid one reply of three; how many were answered."""
+    rng, n_answered = random.Random(seed), 0
+    while not stop.is_set():
+        which = rng.randrange(4)
+        if rng.random() < 0.3:
+            body = {"prompt": PROMPTS[which], "max_tokens": 200, "ignore_eos": True}
+            with served.send(body | {"stream": True}) as connection:
+                connection.recv(rng.randrange(1, 2000))
+            continue
+        try:
+            assert served.text(PROMPTS[which], max_tokens=24) == right[which]
+            n_answered += 1
+        except JitllmError as error:
+            assert "requests are waiting already" in str(error)
+    return n_answered
+
+
+def change(served: Served, stop: threading.Event) -> None:
+    """Budgets and moves, until told to stop."""
+    rng = random.Random(0)
+    while not stop.wait(0.05):
+        budget = {"maxmem": rng.choice([SMALL, "600K", LARGE])}
+        served.client.put("/jitllm/models/tiny/budget", budget)
+        first = rng.randrange(4)
+        move = {
+            "first": first,
+            "last": rng.randrange(first, 4),
+            "to": rng.choice(["host", "cpu:1"]),
+        }
+        served.client.post("/jitllm/models/tiny/placement/moves", move)
+
+
+def disturb(served: Served, right: list[str], seconds: float) -> int:
+    """Eight clients and a restless administrator; how many replies were right."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(9) as pool:
+        asked = [pool.submit(ask, served, right, seed, stop) for seed in range(8)]
+        changed = pool.submit(change, served, stop)
+        stop.wait(seconds)
+        stop.set()
+        n_answered = sum(future.result(60) for future in asked)
+        changed.result(60)
+    wait_for(lambda: served.rows() == (0, 0, 0))
+    return n_answered
+
+
+def test_answers_stay_right_under_disconnects_budget_changes_and_moves(served):
+    right = [served.text(prompt, max_tokens=24) for prompt in PROMPTS]
+    disturb(served, right, 3)
+    threads, files = served.figures.num_threads(), served.figures.num_fds()
+    rss = served.figures.memory_info().rss
+    assert disturb(served, right, 5) > 8
+    lines = served.stats()["models"]["tiny"]["ledger"]["lines"]
+    assert all(each["used_bytes"] <= (each["budget_bytes"] or 2**63) for each in lines)
+    wait_for(lambda: served.figures.num_fds() <= files)
+    assert served.figures.num_threads() <= threads + 1
+    assert served.figures.memory_info().rss < rss + (32 << 20)
+    served.client.put("/jitllm/models/tiny/placement", {"placement": "*=host"})
+    served.client.put("/jitllm/models/tiny/budget", {"maxmem": LARGE})
+
+
+# The end
+
+
+def test_sigterm_lets_a_reply_finish_and_exits_with_0(folder):
+    with serving(folder, "-load", "tiny.jlm", "-devices", "cpu") as served:
+        asked = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        with served.send(asked) as connection:
+            data = connection.recv(100)
+            served.process.send_signal(signal.SIGTERM)
+            while more := connection.recv(1 << 16):
+                data += more
+        assert b"data: [DONE]" in data
+        assert served.process.wait(20) == 0
+        assert "draining: replies under way may finish\n" in served.said
+
+
+def test_a_server_that_was_killed_leaves_nothing_in_the_way_of_the_next(folder):
+    with serving(folder, "-load", "tiny.jlm", "-devices", "cpu") as first:
+        with first.send({"prompt": "Once", "max_tokens": 900, "stream": True}) as connection:
+            connection.recv(10)
+            first.process.kill()
+            first.process.wait(10)
+    with serving(folder, "-load", "tiny.jlm", "-devices", "cpu", "-addr", first.addr) as second:
+        assert second.text("Once", max_tokens=2)
+        assert second.terminate() == 0
+
+
+def test_flask_and_waitress_serve_find_the_application(folder, tmp_path):
+    config = tmp_path / "server.yaml"
+    config.write_text(f"models: {folder}\nload: tiny.jlm\nid: [t]\ndevices: cpu\nmaxmem: 400K\n")
+    code = (
+        f"import os; os.environ['JITLLMD_CONFIG'] = {str(config)!r}\n"
+        "from app import app\n"
+        "reply = app.test_client().post('/v1/completions', json={'prompt': 'Once'})\n"
+        "print(reply.get_json()['model']); app.extensions['jitllm'].close()"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert (done.stdout, done.returncode) == ("t\n", 0), done.stderr
