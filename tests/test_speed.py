@@ -1,5 +1,6 @@
 """Speed, on a session whose clock is turned by hand."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,5 +65,7 @@ def test_every_round_feeds_the_prompt_whole_and_the_reply_token_by_token(engine)
     assert all(0 <= id_ < 32 for ids in engine.session_made.passes for id_ in ids)
 
 
-def test_plain_reading_is_measured_in_bytes_a_second():
+def test_plain_reading_is_measured_in_bytes_a_second_with_generated_code_and_without(monkeypatch):
+    assert 1e8 < speed.memory_bandwidth(2, n_bytes=32 << 20) < 1e13
+    monkeypatch.setitem(sys.modules, "jitllm.kernels.cpu.memory", None)
     assert 1e8 < speed.memory_bandwidth(2, n_bytes=32 << 20) < 1e13
