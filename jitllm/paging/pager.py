@@ -218,7 +218,7 @@ class Pager:
         )
         read.wait()
         read.check()
-        return np.frombuffer(memory, np.uint8)
+        return memory
 
     def applied(self) -> Applied:
         """What the present budget came to."""
