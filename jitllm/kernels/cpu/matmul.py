@@ -28,7 +28,7 @@ from jitllm.kernels.cpu.compile import Tier, assembly, load
 from jitllm.kernels.cpu.formats import CODES
 from jitllm.kernels.cpu.ir import Function, Module, Value, i8, i32, i64, ptr
 from jitllm.kernels.cpu.panel import write_panel, write_unpack
-from jitllm.kernels.cpu.rows import FEW, write_rows
+from jitllm.kernels.cpu.rows import few, write_rows
 from jitllm.kernels.cpu.steps import PANEL_TILES, SHAPES, Shape, shape_of
 from jitllm.kernels.cpu.stream import write_one
 
@@ -63,7 +63,7 @@ def _read_call(f: Function, t: Tier, frame: ffi.Frame, job: Fields) -> None:
         job[name] = _optional(f, param[name], lambda i: frame.arg(i).data)
     for name, shape in (("ints", "scaled"), ("floats", "float")):
         job[name] = _optional(f, param[name], lambda i: scratch + i)
-        job[f"{name}_block"] = f.select(n <= FEW, 1, f.value(SHAPES[shape].tokens(t), i64))
+        job[f"{name}_block"] = f.select(n <= few(t), 1, f.value(SHAPES[shape].tokens(t), i64))
 
 
 def _read_weight(f: Function, frame: ffi.Frame, job: Fields, i: Value) -> Fields:
@@ -106,16 +106,16 @@ def _write_handler(m: Module, t: Tier, gated: bool) -> None:
         f = frame.fn
         job = job_at(f, f.stack(i8, JOB_BYTES + MAX_WEIGHTS * WEIGHT_BYTES, align=8))
         _read_call(f, t, frame, job)
-        few = job["n_tokens"] <= FEW
+        one_by_one = job["n_tokens"] <= few(t)
         items = f.var(f.value(0, i64))
         with f.loop(0, job["n_weights"]) as i:
             w = _read_weight(f, frame, job, i)
-            n = f.select(few, w["n_tiles"], (w["n_tiles"] + PANEL_TILES - 1) // PANEL_TILES)
+            n = f.select(one_by_one, w["n_tiles"], (w["n_tiles"] + PANEL_TILES - 1) // PANEL_TILES)
             w["first_item"], w["n_items"] = items.get(), n
             items.set(n if gated else items.get() + n)
         token_grain = f.value(_TOKEN_GRAIN, i64) // job["k"]
         _share(frame, job, "prepare", job["n_tokens"], token_grain)
-        with f.either(few) as (one, many):
+        with f.either(one_by_one) as (one, many):
             with one:
                 grain = f.value(_GRAIN_BYTES, i64) // weight_of(job, 0)["tile_bytes"]
                 _share(frame, job, "rows_one", items.get(), grain)

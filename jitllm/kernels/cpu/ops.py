@@ -17,7 +17,7 @@ from jitllm.kernels.cpu import norm as norms
 from jitllm.kernels.cpu.attention import attention
 from jitllm.kernels.cpu.compile import Tier, tier
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP
-from jitllm.kernels.cpu.rows import ACTIVATIONS, FEW
+from jitllm.kernels.cpu.rows import ACTIVATIONS, few
 from jitllm.kernels.cpu.steps import SHAPES, STEP_BYTES
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.kernels.tensor import QuantizedTensor
@@ -62,10 +62,6 @@ def _float_bits(x: float) -> int:
     return struct.unpack("<i", struct.pack("<f", x))[0]
 
 
-def _padded(t: int, block: int) -> int:
-    return t if t <= FEW else -(-t // block) * block
-
-
 def _scratch(qtypes: Sequence[str], n: int, k: int, t: Tier) -> tuple[int, int, int]:
     """(bytes of scratch, offset of the quantised activations, of the float ones; -1: none)."""
     at, offsets = 0, []
@@ -75,7 +71,8 @@ def _scratch(qtypes: Sequence[str], n: int, k: int, t: Tier) -> tuple[int, int, 
     ):
         used = any(q in wanted for q in qtypes)
         offsets.append(at if used else -1)
-        rows = _padded(n, SHAPES[shape].tokens(t)) if used else 0
+        block = 1 if n <= few(t) else SHAPES[shape].tokens(t)
+        rows = -(-n // block) * block if used else 0
         at += -(-rows * row_bytes // _ALIGN) * _ALIGN
     return at, offsets[0], offsets[1]
 

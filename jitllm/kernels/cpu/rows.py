@@ -1,6 +1,6 @@
 """What the threads of a product call do: rows of weights, and what ends a product.
 
-Items are tiles (up to `FEW` tokens, one by one through the streaming kernel) or pairs of tiles
+Items are tiles (a few tokens, one by one through the streaming kernel) or pairs of tiles
 (more tokens, in blocks through the panel kernel). Bias, residual, SiLU or GELU gate are applied
 while the sums are in cache.
 """
@@ -16,17 +16,23 @@ from jitllm.kernels.cpu.activations import WEIGHT, Fields, job_at, weight_of
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.ir import Function, Module, Value, i8, i64, ptr, void
 from jitllm.kernels.cpu.norm import VECTOR, each_row
-from jitllm.kernels.cpu.steps import PANEL_BYTES, PANEL_TILES
+from jitllm.kernels.cpu.steps import PANEL_BYTES, PANEL_TILES, prefetch
 
-FEW = 4
-"""Up to so many tokens, streaming the weights beats unpacking them (measured)."""
+
+def few(t: Tier) -> int:
+    """Up to so many tokens, streaming the weights for each is faster than unpacking them once.
+
+    Measured: a block of 16 in AMX tiles costs what 7 tokens do one by one, of 6 in VNNI what 4 do.
+    """
+    return 6 if t.amx else 3
+
 
 ACTIVATIONS: dict[str, Callable[[Function, Value], Value]] = {
     "silu": vmath.silu,
     "gelu": vmath.gelu,
 }
 
-_MACRO_TOKENS = 96  # tokens that meet an unpacked panel: their sums are 12 KiB
+_MACRO_TOKENS = 240  # tokens that meet an unpacked panel: whole blocks of any size
 _RUN_TILES = 4  # tiles per call of `one`
 
 
@@ -150,7 +156,8 @@ def _write_rows_one(m: Module, gated: bool) -> None:
 def _write_many(m: Module) -> None:
     """many(job, weight, pair, block, n, sums, panels): `n` token blocks against two tiles.
 
-    sums f32[n * block_tokens, 2, 16]; `panels` is room for two.
+    sums f32[n * block_tokens, 2, 16]; `panels` is room for two. While panels are computed, the
+    bytes of the next pair are asked for in memory order: no later `unpack` waits for memory.
     """
     with m.function("many", void, [ptr, ptr, i64, i64, i64, ptr, ptr]) as f:
         job, w = job_at(f, f.args[0]), Fields(f, f.args[1], WEIGHT)
@@ -166,7 +173,11 @@ def _write_many(m: Module) -> None:
                 address = w["tiles"] + tile * w["tile_bytes"]
                 f.call(w["unpack"], address, job["k"], step, count, panels + j * PANEL_BYTES)
             x = w["x"] + (block * w["x_block_bytes"] + step * w["x_step_bytes"])
+            pair_bytes = w["tile_bytes"] * PANEL_TILES
+            ahead = w["tiles"] + ((pair + 1) * pair_bytes + step * pair_bytes // w["steps"])
+            share = count * pair_bytes // (w["steps"] * n)
             with f.loop(0, n) as b:
+                prefetch(f, ahead + b * share, share)
                 x_block = x + b * w["x_block_bytes"]
                 f.call(w["panel"], x_block, panels, count, sums + b * sums_bytes)
 

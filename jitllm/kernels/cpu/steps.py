@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP
-from jitllm.kernels.cpu.ir import Function, Value, Var, f32, i32, vec
+from jitllm.kernels.cpu.ir import Function, Value, Var, f32, i32, vec, void
 
 STEP_BYTES = STEP + 16
 """Activation bytes of a step per token."""
@@ -122,3 +122,14 @@ def add_step(
         scaled = f.fma(sums[1].to_f32(), scales[1], scaled)
     total = f.fma(scaled, x.d, acc.get())
     acc.set(f.fma(scales[1], x.d_sum, total) if shape == "affine" else total)
+
+
+def prefetch(f: Function, here: Value, n_bytes: Value | int) -> None:
+    """Ask for the cache lines of n_bytes at `here`, into the second level."""
+    hint = [f.value(x, i32) for x in (0, 2, 1)]  # read, second level, data
+    if isinstance(n_bytes, int):
+        for at in range(0, n_bytes, 64):
+            f.intrinsic("prefetch.p0", void, here + at, *hint)
+    else:
+        with f.loop(0, n_bytes, 64) as at:
+            f.intrinsic("prefetch.p0", void, here + at, *hint)

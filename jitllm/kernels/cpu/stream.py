@@ -16,8 +16,8 @@ from __future__ import annotations
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.dot import bias, dot, zeros
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP, Format, Planes, plane_addresses
-from jitllm.kernels.cpu.ir import Function, Module, Value, Var, f32, i32, i64, ptr, void
-from jitllm.kernels.cpu.steps import STEP_BYTES, SUMS, Activations, add_step
+from jitllm.kernels.cpu.ir import Function, Module, Value, Var, f32, i64, ptr, void
+from jitllm.kernels.cpu.steps import STEP_BYTES, SUMS, Activations, add_step, prefetch
 from jitllm.kernels.layout import TILE_ROWS
 from jitllm.kernels.qtypes import QTYPES
 
@@ -51,13 +51,6 @@ def _step(f: Function, t: Tier, fmt: Format, codes: list[Value], x: Activations)
         i = c // 4 if len(sums) == 2 else 0
         sums[i] = dot(f, t, sums[i], w, x.codes(c), fmt.is_signed)
     return sums
-
-
-def _prefetch(f: Function, here: Value, n_bytes: int) -> None:
-    """Ask for the cache lines of n_bytes at `here`, into the second level."""
-    for at in range(0, n_bytes, 64):
-        hint = (f.value(x, i32) for x in (0, 2, 1))  # read, second level, data
-        f.intrinsic("prefetch.p0", void, here + at, *hint)
 
 
 def _indices(f: Function, first: Value, n_tiles: Value) -> list[Value]:
@@ -99,7 +92,7 @@ def _add_group(
         step = group * fmt.steps + j
         activations = Activations(f, x + step * STEP_BYTES, 1, 0)
         for p, s, here, a in zip(planes, scales, ahead, acc, strict=True):
-            _prefetch(f, here + j * (group_bytes // fmt.steps), group_bytes // fmt.steps)
+            prefetch(f, here + j * (group_bytes // fmt.steps), group_bytes // fmt.steps)
             sums = _step(f, t, fmt, fmt.codes(f, p, step), activations)
             add_step(f, fmt.shape, sums, activations, s(j), a)
 
