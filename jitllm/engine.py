@@ -25,7 +25,7 @@ from jitllm.kernels.ops import set_threads
 from jitllm.model.kvcache import DTYPES, KVCache, empty_cache
 from jitllm.model.weights import vectors
 from jitllm.mover import Mover
-from jitllm.paging.budget import Charge, Ledger, LedgerReport, usable_cores
+from jitllm.paging.budget import Charge, Ledger, LedgerReport, peak_rss_bytes, rss_bytes
 from jitllm.paging.container import Container
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
@@ -53,6 +53,9 @@ class EngineStats:
     n_resident_pages: int
     n_pages: int
     ledger: LedgerReport
+    rss_bytes: int
+    """Of the whole process: the interpreter and its libraries too, which the ledger leaves out."""
+    peak_rss_bytes: int
     counters: PagerCounters
     blocks_executed: dict[str, int]
     """By device id."""
@@ -76,7 +79,9 @@ class Engine:
         self.profile, self.devices = prospect.profile, prospect.devices
         self._prospect, self._automatic = prospect, prospect.automatic
         container, whole = prospect.container, prospect.plan
-        self.ledger = Ledger()
+        _enable_compilation_cache()
+        set_threads(prospect.n_threads)
+        self.ledger = Ledger(prospect.process_limit)
         self._gate, self._sessions = StepGate(), WeakSet[Session]()
         self._pager = Pager(
             container,
@@ -117,6 +122,7 @@ class Engine:
         max_seq: int | None = None,
         kv: str = "f16",
         threads: int | None = None,
+        process_limit: int | str | None = None,
         check_hashes: bool = True,
         say: Say | None = None,
         progress: Callable[[str, int, int], None] | None = None,
@@ -128,19 +134,22 @@ class Engine:
         `profile` says what goes on them, `vram` is the budget of those without one of their own;
         with `grow` they take more of the host's blocks while they have room.
         `max_seq` is the context in tokens (None: the model's, at most 4096), `kv` the type of the
-        cache, `f16` or `f32`, `threads` the CPU's (None: its physical cores). `say` hears what
-        takes time, `progress` how far it is. JitllmError says in one sentence why it cannot be.
+        cache, `f16` or `f32`, `threads` the CPU's (None: its physical cores). `process_limit` is
+        what weights, KV and all else in the ledger may take together. `say` hears what takes time,
+        `progress` how far it is. JitllmError says in one sentence why it cannot be.
         """
         if kv not in DTYPES:
             raise UsageError(f"kv is {kv!r}; it can be {' or '.join(DTYPES)}")
-        budget_bytes = parse_size(maxmem) if isinstance(maxmem, str) else maxmem
+        budget_bytes, limit_bytes = (
+            parse_size(size) if isinstance(size, str) else size for size in (maxmem, process_limit)
+        )
         profile = override(profile or Profile(), devices=devices)
         opened = devices_of(profile, vram)
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         path = resolve(str(model), say=say or quiet, progress=progress or quiet)
-        prospect = look_ahead(Container.open(path), opened, profile, budget_bytes, max_seq, kv)
-        _enable_compilation_cache()
-        set_threads(usable_cores() if threads is None else threads)
+        prospect = look_ahead(
+            Container.open(path), opened, profile, budget_bytes, max_seq, kv, threads, limit_bytes
+        )
         return cls(prospect, check_hashes=check_hashes, grow=grow)
 
     def __enter__(self) -> Engine:
@@ -310,6 +319,8 @@ class Engine:
             n_resident_pages=applied.n_resident,
             n_pages=applied.n_pages,
             ledger=self.ledger.report(),
+            rss_bytes=rss_bytes(),
+            peak_rss_bytes=peak_rss_bytes(),
             counters=counters,
             blocks_executed=dict(self._executor.executed),
             n_seams=self._executor.n_seams,

@@ -20,11 +20,10 @@ from jitllm.catalog import cache_dir
 from jitllm.engine import Engine
 from jitllm.kernels.ops import choose
 from jitllm.paging import policy
-from jitllm.paging.budget import Ledger, usable_cores
+from jitllm.paging.budget import Ledger
 from jitllm.paging.container import Container
 from jitllm.paging.frames import aligned_memory
 from jitllm.paging.reader import Read, Reader, page_segments
-from jitllm.placement.devices import HOST
 from jitllm.placement.forecast import Forecast, Workload, forecast
 from jitllm.placement.plan import STREAMED
 from jitllm.prospect import Prospect
@@ -87,8 +86,7 @@ class Outlook:
         pages = self.forecast.now.budget_bytes if self.forecast else self.prospect.fixed_bytes
         if not self.over_bytes:
             pages += self.prospect.embedding_bytes
-        kv = sum(part.kv_bytes for part in self.prospect.plan.blocks if part.kv_device == HOST)
-        return pages + kv + self.activation_bytes
+        return pages + self.prospect.host_kv_bytes + self.activation_bytes
 
     @property
     def over_bytes(self) -> int:
@@ -211,7 +209,7 @@ def _file(prospect: Prospect, paged: bool) -> Path:
         prospect.container.metadata["source"]["sha256"],
         [(part.device, part.mode == STREAMED) for part in prospect.plan.assignments],
         choose("cpu")[1],
-        usable_cores(),
+        prospect.n_threads,
         prospect.kv_dtype,
         paged,
     )

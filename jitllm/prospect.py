@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jitllm.errors import FormatError, UsageError
+from jitllm.errors import BudgetError, FormatError, UsageError
 from jitllm.executor import CHUNK_TOKENS
 from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import kv_bytes
-from jitllm.paging.budget import AUTOMATIC_SHARE, memory_limits
+from jitllm.paging import policy
+from jitllm.paging.budget import AUTOMATIC_SHARE, memory_limits, usable_cores
 from jitllm.paging.container import Container, remake
 from jitllm.paging.pager import fixed_bytes
-from jitllm.placement.devices import Device, limit, open_devices, parse_devices
+from jitllm.placement.devices import HOST, Device, limit, open_devices, parse_devices
 from jitllm.placement.plan import Plan
 from jitllm.placement.planner import plan
 from jitllm.placement.rules import Profile
 from jitllm.residence import host_cycle
+from jitllm.units import format_size
 
 DEFAULT_MAX_SEQ = 4096
 """Tokens of context where nobody asks: the KV cache is allocated whole."""
@@ -39,6 +41,15 @@ class Prospect:
     """Where blocks can be: the host, whose budget is for weights, then what `-devices` opened."""
     automatic: bool
     """Whether the budget was chosen by the machine's free memory."""
+    n_threads: int
+    """Of the CPU, to compute with."""
+    process_limit: int | None = None
+    """What all lines of the ledger together may take."""
+
+    def under(self, budget_bytes: int) -> "Prospect":
+        """The same under another budget of the host."""
+        host, *others = self.devices
+        return replace(self, devices=(replace(host, budget_bytes=budget_bytes), *others))
 
     @property
     def budget_bytes(self) -> int:
@@ -65,6 +76,17 @@ class Prospect:
     def fixed_bytes(self) -> int:
         """Of the budget, what is not pages that a pass visits."""
         return fixed_bytes(self.container)
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget that works."""
+        pages = self.container.pages
+        return self.fixed_bytes + policy.smallest_bytes([pages[p].n_bytes for p in self.cycle])
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """What one conversation's cache takes of the host at first."""
+        return sum(part.kv_bytes for part in self.plan.blocks if part.kv_device == HOST)
 
     @property
     def embedding_bytes(self) -> int:
@@ -98,13 +120,18 @@ def look_ahead(
     budget_bytes: int | None,
     max_seq: int | None,
     kv: str,
+    threads: int | None = None,
+    process_limit: int | None = None,
 ) -> Prospect:
-    """The prospect of `container` on `devices`, the host first; `budget_bytes` None is automatic
-    and `max_seq` None the model's own, at most 4096."""
+    """The prospect of `container` on `devices`, the host first; `budget_bytes` None is automatic,
+    `max_seq` None the model's own, at most 4096, and `threads` None the cores there are.
+
+    BudgetError: `process_limit` is too little for the budget and what is beside it.
+    """
     host, *others = devices
     config = _config(container)
     budget = _automatic_budget(others) if budget_bytes is None else budget_bytes
-    return Prospect(
+    prospect = Prospect(
         container=container,
         config=config,
         max_seq=_max_seq(config, max_seq),
@@ -112,7 +139,29 @@ def look_ahead(
         profile=profile,
         devices=(replace(host, budget_bytes=budget), *others),
         automatic=budget_bytes is None,
+        n_threads=usable_cores() if threads is None else threads,
+        process_limit=process_limit,
     )
+    return prospect if process_limit is None else _limited(prospect, process_limit)
+
+
+def _limited(prospect: Prospect, limit_bytes: int) -> Prospect:
+    """`prospect` within the limit, for which an automatic budget gives way."""
+    kv, activations = prospect.host_kv_bytes, prospect.workspace_bytes
+    if prospect.automatic:
+        room = max(limit_bytes - kv - activations, prospect.smallest_bytes)
+        prospect = prospect.under(min(prospect.budget_bytes, room))
+    total = prospect.budget_bytes + kv + activations
+    if total > limit_bytes:
+        lacking = format_size(total - limit_bytes)
+        raise BudgetError(
+            f"a process limit of {format_size(limit_bytes)} is {lacking} too small: weights take"
+            f" {format_size(prospect.budget_bytes)}, the KV cache of {prospect.max_seq} tokens"
+            f" {format_size(kv)} and activations {format_size(activations)}; lower -maxmem or"
+            " -max-seq, or raise --process-limit",
+            total,
+        )
+    return prospect
 
 
 def _config(container: Container) -> ModelConfig:

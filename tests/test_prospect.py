@@ -1,6 +1,5 @@
 """What an engine will be, and what it will cost, before anything is read."""
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -88,16 +87,39 @@ def test_more_budget_never_costs_time_worth_speaking_of_until_nothing_is_read(co
     seen, seconds = ahead(container, smallest(container)), []
     while (found := predict(seen, RATES)).up is not None:
         seconds.append(found.now.seconds)
-        seen = replace_budget(seen, found.up.budget_bytes)
+        seen = seen.under(found.up.budget_bytes)
     assert len(seconds) > 2
     assert all(after < before / policy.WORTH_CHANGING for before, after in pairwise(seconds))
     assert found.now.bytes_read == 0
     assert seen.budget_bytes == found.whole.budget_bytes
 
 
-def replace_budget(seen: Prospect, budget: int) -> Prospect:
-    host, *others = seen.devices
-    return replace(seen, devices=(replace(host, budget_bytes=budget), *others))
+def test_an_automatic_budget_gives_way_to_the_process_limit(container):
+    said, devices = Profile(), devices_of(Profile())
+    free = look_ahead(container, devices, said, None, 64, "f16")
+    beside = free.host_kv_bytes + free.workspace_bytes
+    limit = beside + free.smallest_bytes + 5000
+    limited = look_ahead(container, devices, said, None, 64, "f16", process_limit=limit)
+    assert limited.budget_bytes == free.smallest_bytes + 5000
+    with Engine(limited) as engine:
+        list(engine.generate("a b c", n=4, temp=0))
+        ledger = engine.stats().ledger
+        assert free.smallest_bytes < ledger.peak_bytes <= ledger.limit_bytes == limit
+        with pytest.raises(BudgetError, match="weights would bring the process to"):
+            engine.set_budget(limit)
+
+
+def test_a_process_limit_that_is_too_small_says_what_takes_how_much(container):
+    said, devices = Profile(), devices_of(Profile())
+    for budget in (None, 300_000):
+        seen = look_ahead(container, devices, said, budget, 64, "f16")
+        needed = (budget or seen.smallest_bytes) + seen.host_kv_bytes + seen.workspace_bytes
+        with pytest.raises(BudgetError) as refusal:
+            look_ahead(container, devices, said, budget, 64, "f16", process_limit=needed - 1024)
+        assert refusal.value.smallest_bytes == needed
+        for part in (" is 1.0 KiB too small: weights take ", "the KV cache of 64 tokens ", "acti"):
+            assert part in str(refusal.value)
+        assert look_ahead(container, devices, said, budget, 64, "f16", process_limit=needed)
 
 
 def test_a_resident_token_takes_its_bytes_over_the_resident_rate(container):

@@ -38,6 +38,8 @@ class EngineOptions:
 
     maxmem: Size | None = None
     """Memory for weights; unset: 80 % of what is free. The rest is read from disk as needed."""
+    process_limit: Size | None = None
+    """All that the ledger counts together, KV and activations too; unset: no limit of its own."""
     max_seq: int | None = None
     """Room for N tokens, prompt and reply together; unset: the model's limit, at most 4096."""
     kv: Literal["f16", "f32"] | None = None
@@ -92,7 +94,16 @@ class EngineOptions:
         devices = devices_of(profile, self.vram)
         with progress_bar() as progress:
             container = Container.open(resolve(model, say=say, progress=progress))
-        return look_ahead(container, devices, profile, self.maxmem, self.max_seq, profile.kv_dtype)
+        return look_ahead(
+            container,
+            devices,
+            profile,
+            self.maxmem,
+            self.max_seq,
+            profile.kv_dtype,
+            self.threads,
+            self.process_limit,
+        )
 
     def settings(self) -> dict[str, Any]:
         """What these flags are to `Engine.open`."""
@@ -105,6 +116,7 @@ class EngineOptions:
             "max_seq": self.max_seq,
             "kv": profile.kv_dtype,
             "threads": self.threads,
+            "process_limit": self.process_limit,
             "check_hashes": not self.no_check,
         }
 

@@ -232,6 +232,7 @@ class Pager:
             self._frames.clear()
             self._embedding.close()
             self.dense_frame = None
+            self._reclaim(0)
 
     def __enter__(self) -> "Pager":
         return self
@@ -289,9 +290,13 @@ class Pager:
         )
         self.budget_bytes, self.arrangement = budget_bytes, arrangement
         self.generation += 1
-        if self._ledger.used("weights") > budget_bytes:
-            gc.collect()  # arrays over the frames may be in reference cycles
+        self._reclaim(budget_bytes)
         return evicted
+
+    def _reclaim(self, budget_bytes: int) -> None:
+        """Have memory that was let go of given back now: JAX puts off dropping what it aliased."""
+        if self._ledger.used("weights") > budget_bytes:
+            gc.collect()
 
     def _applied(self, evicted: int) -> Applied:
         now = self.arrangement
