@@ -295,11 +295,13 @@ def test_sigterm_lets_a_reply_finish_and_exits_with_0(folder):
 
 
 def test_a_server_that_was_killed_leaves_nothing_in_the_way_of_the_next(folder):
-    with serving(folder, "-load", "tiny.jlm", "-devices", "cpu") as first:
-        with first.send({"prompt": "Once", "max_tokens": 900, "stream": True}) as connection:
-            connection.recv(10)
-            first.process.kill()
-            first.process.wait(10)
+    with (
+        serving(folder, "-load", "tiny.jlm", "-devices", "cpu") as first,
+        first.send({"prompt": "Once", "max_tokens": 900, "stream": True}) as connection,
+    ):
+        connection.recv(10)
+        first.process.kill()
+        first.process.wait(10)
     with serving(folder, "-load", "tiny.jlm", "-devices", "cpu", "-addr", first.addr) as second:
         assert second.text("Once", max_tokens=2)
         assert second.terminate() == 0
