@@ -32,7 +32,7 @@ from jitllm.paging.pager import Applied, Pager, PagerCounters
 from jitllm.placement.plan import Plan
 from jitllm.placement.rules import Profile, override
 from jitllm.prospect import Prospect, devices_of, look_ahead
-from jitllm.reports import MemoryReport
+from jitllm.reports import DeviceReport, MemoryReport
 from jitllm.residence import Residence, page_layout
 from jitllm.sampling import SamplingParams
 from jitllm.session import Generation, Session
@@ -61,6 +61,8 @@ class EngineStats:
     """By device id."""
     n_seams: int
     """Times that activations went from one device to another."""
+    bytes_streamed: dict[str, int]
+    """Uploaded through slots so far, by device id."""
     moves: dict[str, int]
     """Blocks that were `moved`, `sent_home`, `returned` or `grown` so far."""
     steps_compiled: int
@@ -324,9 +326,30 @@ class Engine:
             counters=counters,
             blocks_executed=dict(self._executor.executed),
             n_seams=self._executor.n_seams,
+            bytes_streamed=self._residence.bytes_streamed,
             moves=dict(self._mover.counts),
             steps_compiled=sum(p.steps.n_compiled for p in self._residence.places.values()),
         )
+
+    def device_reports(self, before: EngineStats, after: EngineStats) -> list[DeviceReport]:
+        """What each device has now, and did between the two; the host first."""
+        ran, streamed = (
+            {d: n - getattr(before, name).get(d, 0) for d, n in getattr(after, name).items()}
+            for name in ("blocks_executed", "bytes_streamed")
+        )
+        placed = [block.device for block in self.plan.blocks]
+        ledgers = self._residence.ledgers
+        return [
+            DeviceReport(
+                device=device.id,
+                n_blocks=placed.count(device.id),
+                blocks_executed=ran.get(device.id, 0),
+                weights_bytes=ledgers[device.id].used("weights"),
+                kv_bytes=ledgers[device.id].used("kv"),
+                streamed_bytes=streamed.get(device.id, 0),
+            )
+            for device in self.devices
+        ]
 
     def pager_counters(self) -> PagerCounters:
         """A snapshot of the pager's counters."""

@@ -29,6 +29,21 @@ class MemoryReport:
     kernels: str
 
 
+@dataclass(frozen=True)
+class DeviceReport:
+    """What one device had of the model, and did for one reply."""
+
+    device: str
+    n_blocks: int
+    """Placed there, at the reply's end."""
+    blocks_executed: int
+    weights_bytes: int
+    """Resident there."""
+    kv_bytes: int
+    streamed_bytes: int
+    """Uploaded through its slots for this reply."""
+
+
 @dataclass
 class GenerationReport:
     """One reply: what it is and what it cost. Complete when the reply has ended."""
@@ -56,3 +71,7 @@ class GenerationReport:
     budget_bytes: int = 0
     resident_bytes: int = 0
     peak_rss_bytes: int = 0
+    devices: list[DeviceReport] = field(default_factory=list)
+    """The host first."""
+    seams_per_token: float = 0.0
+    """How often activations changed device for a decoded token."""

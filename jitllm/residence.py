@@ -107,6 +107,12 @@ class Residence:
                 n_bytes = use.n_slots * use.slot_bytes
                 self._slots[use.device] = self.ledgers[use.device].charge("staging", n_bytes)
 
+    @property
+    def bytes_streamed(self) -> dict[str, int]:
+        """Uploaded through slots so far, by device id; the host's pages stay where they are."""
+        others = (place for place in self.places.values() if place.id != HOST)
+        return {place.id: place.store.bytes_streamed for place in others}
+
     def forget_views(self) -> None:
         """Let go of the arrays over host frames, so that frames can give their memory back."""
         self.places[HOST].store.close()

@@ -24,7 +24,7 @@ from jitllm.sampling import SamplingParams
 from jitllm.text import StopFilter, StreamDecoder
 
 if TYPE_CHECKING:
-    from jitllm.engine import Engine
+    from jitllm.engine import Engine, EngineStats
 
 
 @dataclass(frozen=True)
@@ -222,12 +222,12 @@ class Generation:
 
     def _run(self) -> Iterator[str]:
         report = self.report
-        before = decode_start = self._engine.pager_counters()
+        before = decode_start = self._engine.stats()
         start = time.perf_counter()
         try:
             logits = self._session.prefill(self._prompt)
             report.prefill_s = time.perf_counter() - start
-            decode_start = self._engine.pager_counters()
+            decode_start = self._engine.stats()
             yield from self._decode(logits)
         except GeneratorExit:
             report.finish_reason = "cancelled"
@@ -267,22 +267,25 @@ class Generation:
             self.report.text += piece
             yield piece
 
-    def _close_report(self, before, decode_start) -> None:
-        report, after = self.report, self._engine.pager_counters()
+    def _close_report(self, before: EngineStats, decode_start: EngineStats) -> None:
+        report, stats = self.report, self._engine.stats()
+        first, after = before.counters, stats.counters
         report.generated_tokens = len(report.ids)
-        report.page_ins = after.page_ins - before.page_ins
-        report.evictions = after.evictions - before.evictions
-        report.bytes_read = after.bytes_read - before.bytes_read
-        report.read_requests = after.read_requests - before.read_requests
-        report.read_wait_s = after.blocked_s - before.blocked_s
+        report.page_ins = after.page_ins - first.page_ins
+        report.evictions = after.evictions - first.evictions
+        report.bytes_read = after.bytes_read - first.bytes_read
+        report.read_requests = after.read_requests - first.read_requests
+        report.read_wait_s = after.blocked_s - first.blocked_s
         # The first token comes out of the prefill; each further one is a pass of its own.
         if passes := self._n_passes:
-            report.bytes_read_per_token = (after.bytes_read - decode_start.bytes_read) // passes
+            n_bytes = after.bytes_read - decode_start.counters.bytes_read
+            report.bytes_read_per_token = n_bytes // passes
             report.decode_tokens_per_second = passes / report.decode_s
+            report.seams_per_token = (stats.n_seams - decode_start.n_seams) / passes
         if report.prefill_s:
             report.prefill_tokens_per_second = len(self._prompt) / report.prefill_s
-        stats = self._engine.stats()
         report.frames = stats.frames
         report.budget_bytes = stats.budget_bytes
         report.resident_bytes = stats.resident_bytes
         report.peak_rss_bytes = peak_rss_bytes()
+        report.devices = self._engine.device_reports(before, stats)

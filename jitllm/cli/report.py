@@ -24,7 +24,7 @@ def lines_before(memory: MemoryReport) -> list[str]:
 
 
 def lines_after(report: GenerationReport) -> list[str]:
-    """What the reply cost: `pages`, `bytes`, `rate` and `peak` lines."""
+    """What the reply cost: `pages`, `bytes`, `rate` and `peak` lines, and what devices did."""
     cached = f" ({report.cached_tokens} of them cached)" if report.cached_tokens else ""
     return [
         f"pages    {count(report.frames, 'frame')}, {count(report.page_ins, 'page-in')},"
@@ -38,7 +38,21 @@ def lines_after(report: GenerationReport) -> list[str]:
         f" ({report.decode_tokens_per_second:.1f} tokens/s)",
         f"peak     {format_size(report.peak_rss_bytes)} RSS,"
         f" {format_size(report.resident_bytes)} of it weights",
+        *_device_lines(report),
     ]
+
+
+def _device_lines(report: GenerationReport) -> list[str]:
+    """A line a device, and how often activations went between them; none for the host alone."""
+    if len(report.devices) < 2:
+        return []
+    told = []
+    for d in report.devices:
+        streamed = f", {format_size(d.streamed_bytes)} streamed" if d.streamed_bytes else ""
+        ran = f"{count(d.n_blocks, 'block')}, {count(d.blocks_executed, 'block run')}"
+        held = f"{format_size(d.weights_bytes)} resident{streamed}, {format_size(d.kv_bytes)} KV"
+        told.append(f"device   {d.device}: {ran}, {held}")
+    return [*told, f"seams    {report.seams_per_token:.1f} per token"]
 
 
 def as_object(memory: MemoryReport, report: GenerationReport, text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jitllm.cli.report import as_object, format_time, lines_after, lines_before
+from jitllm.reports import DeviceReport
 from tests.cli.fake_engine import FakeEngine
 
 
@@ -45,6 +46,18 @@ def test_a_reply_is_followed_by_pages_bytes_rates_and_the_peak():
 def test_tokens_that_were_in_the_cache_are_counted_apart():
     line = lines_after(replace(finished_report(), cached_tokens=3))[2]
     assert line.startswith("rate     prompt 4 tokens (3 of them cached) in 500.0 ms")
+
+
+def test_what_other_devices_did_is_a_line_each():
+    host = DeviceReport("host", 3, 48, 300 * 1024, 64 * 1024, 0)
+    other = DeviceReport("cpu:1", 1, 16, 0, 32 * 1024, 90 * 1024)
+    assert lines_after(replace(finished_report(), devices=[host]))[4:] == []
+    report = replace(finished_report(), devices=[host, other], seams_per_token=2.0)
+    assert lines_after(report)[4:] == [
+        "device   host: 3 blocks, 48 block runs, 300.0 KiB resident, 64.0 KiB KV",
+        "device   cpu:1: 1 block, 16 block runs, 0 B resident, 90.0 KiB streamed, 32.0 KiB KV",
+        "seams    2.0 per token",
+    ]
 
 
 def test_the_object_for_scripts_has_every_promised_figure():

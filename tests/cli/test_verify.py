@@ -36,6 +36,28 @@ def test_blocks_on_another_cpu_device_are_bit_equal_and_ran_there(model):
     assert all(p["largest_difference"] == 0 and p["same_choice"] for p in facts["positions"])
 
 
+def test_a_run_says_what_each_device_did(model):
+    words = ["-devices", "cpu:1=3M", "-placement", "0=cpu:1,1=cpu:1~,2=host"]
+    command = [sys.executable, "-m", "tests.cli.real", "run", "--json", "-n", "4", *words]
+    environment = os.environ | {"JITLLM_CACHE": str(model.parent / "cache")}
+    done = subprocess.run(
+        [*command, "-max-seq", "32", str(model), "ab"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    facts = json.loads(done.stdout)
+    host, other = facts["devices"]
+    passes = facts["generated_tokens"]
+    assert (host["device"], host["n_blocks"], host["blocks_executed"]) == ("host", 1, passes)
+    assert (other["device"], other["n_blocks"]) == ("cpu:1", 2)
+    assert other["blocks_executed"] == 2 * passes
+    assert other["streamed_bytes"] > 0 == host["streamed_bytes"]
+    assert facts["seams_per_token"] >= 2
+    assert "\ndevice   cpu:1: 2 blocks, " in done.stderr
+
+
 def position(number: int, difference: float, same: bool) -> Position:
     return Position(number, 100 + number, difference, 0.25, same)
 
