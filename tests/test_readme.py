@@ -5,6 +5,9 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from jitllm.cli import jitllmd
 from jitllm.cli.jitllm import COMMANDS
 from jitllm.kernels.qtypes import QTYPES
 
@@ -23,13 +26,16 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
 
 
-def test_the_table_of_commands_is_the_program_s():
-    assert table("Commands") == [
+@pytest.mark.parametrize(
+    ("title", "commands"), [("Commands", COMMANDS), ("A server", jitllmd.COMMANDS)]
+)
+def test_the_tables_of_commands_are_the_programs(title, commands):
+    assert table(title) == [
         [
             f"`{command.example.splitlines()[0]}`",
             inspect.getdoc(command.function).partition("\n")[0],
         ]
-        for command in COMMANDS
+        for command in commands
     ]
 
 
