@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 
 import psutil
 
@@ -34,7 +35,7 @@ _STATE, _BUSY, _FN, _ARG, _ITEMS, _GRAIN, _DONE = 0, 8, 16, 24, 32, 40, 64
 
 _CLOSED = 0xFFFFFFFF  # a next item beyond any job's end
 _POLLS = 1200
-_YIELD_AFTER = 1 << 14  # polls of a caller before it lets the scheduler run others
+_YIELD_AFTER = 512  # polls of a caller (25 us) before it lets the scheduler run a helper
 
 # XLA_FFI_Api; sizes of XLA_FFI_ThreadPool_Schedule_Args and XLA_FFI_Error_Destroy_Args
 _API_ERROR_DESTROY, _API_SCHEDULE = 64, 136
@@ -53,7 +54,7 @@ def call_parallel(f: Function, frame: Value, body: Value, arg: Value, n: Value, 
     f.call(f.module.declare(name, returns, args), frame, body, arg, n, grain)
 
 
-def imports(_: Tier | None = None) -> dict[str, int]:
+def imports() -> dict[str, int]:
     """The symbol a unit that uses `call_parallel` must be linked with."""
     get_threads()
     return {"jitllm_parallel": _runtime()["jitllm_parallel"]}
@@ -83,7 +84,7 @@ def _team(f: Function) -> Value:
 def _pause(m: Module) -> None:
     """A hint that this is a polling loop; nothing on machines without one."""
     with m.function("pause", void, []) as f:
-        if "x86" in os.uname().machine:
+        if platform.machine() in ("x86_64", "AMD64"):
             f.intrinsic("x86.sse2.pause", void)
 
 
@@ -214,8 +215,9 @@ def _await(f: Function, entry: Value, n: Value) -> None:
 
 def physical_cores() -> int:
     """Physical cores among the CPUs this process may run on."""
-    allowed = len(os.sched_getaffinity(0))
-    siblings = max(1, (psutil.cpu_count() or 1) // (psutil.cpu_count(logical=False) or 1))
+    cpus = psutil.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
+    siblings = max(1, cpus // (psutil.cpu_count(logical=False) or 1))
     return max(1, allowed // siblings)
 
 
