@@ -29,7 +29,8 @@ from jitllm.paging.budget import Charge, Ledger, LedgerReport, peak_rss_bytes, r
 from jitllm.paging.container import Container
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
-from jitllm.placement.plan import Plan
+from jitllm.placement.devices import HOST
+from jitllm.placement.plan import RESIDENT, Plan
 from jitllm.placement.rules import Profile, override
 from jitllm.prospect import Prospect, devices_of, look_ahead
 from jitllm.reports import DeviceReport, MemoryReport
@@ -349,6 +350,14 @@ class Engine:
                 streamed_bytes=streamed.get(device.id, 0),
             )
             for device in self.devices
+        ]
+
+    def residency(self) -> list[bool]:
+        """Of each block, whether its weights are in memory now, on the device or on the host."""
+        pages = self._prospect.container.pages_of("block")
+        return [
+            (block.device != HOST and block.mode == RESIDENT) or self._pager.is_in_memory(page)
+            for block, page in zip(self.plan.blocks, pages, strict=True)
         ]
 
     def pager_counters(self) -> PagerCounters:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from jitllm.errors import JitllmError
 from jitllm.model.sampler import Logprobs, make_rng
-from jitllm.paging.counters import PagerCounters
 from jitllm.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from jitllm.engine import EngineStats
     from jitllm.session import Session
 
 
@@ -59,11 +59,11 @@ class RowFigures:
     n_steps: int = 0
     max_rows: int = 1
     """Replies in the fullest of these steps."""
-    before: PagerCounters | None = None
-    """The engine's counters when its work began; None while it waits. What the rows beside it
-    cost is in them as well."""
-    after: PagerCounters | None = None
-    """The engine's counters when it had ended."""
+    before: EngineStats | None = None
+    """The engine's figures when its work began; None while it waits. What the rows beside it cost
+    is in them as well."""
+    after: EngineStats | None = None
+    """The engine's figures when it had ended."""
 
 
 @dataclass(eq=False)

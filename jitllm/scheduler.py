@@ -232,7 +232,7 @@ class Scheduler:
             row.session.truncate(0 if row.prompt_logprobs else n_kept)
         row.figures.cached_tokens = len(row.session.tokens)
         row.figures.queue_s = time.perf_counter() - row.submitted_s
-        row.figures.before = self._engine.pager_counters()
+        row.figures.before = self._engine.stats()
 
     def _prefill(self) -> None:
         """One chunk of the prompt whose turn it is."""
@@ -357,7 +357,7 @@ class Scheduler:
     def _close_figures(self, row: Row) -> None:
         if row.figures.before is None:
             return
-        row.figures.after = self._engine.pager_counters()
+        row.figures.after = self._engine.stats()
         seconds = time.perf_counter() - row.submitted_s - row.figures.queue_s
         self._seconds_per_row += 0.2 * (seconds - self._seconds_per_row)
 

@@ -187,10 +187,10 @@ def test_a_failure_ends_the_row_it_is_of_and_no_other(make):
 def test_an_unexpected_failure_reaches_every_row_and_the_thread_goes_on(make):
     engine = FakeEngine()
     scheduler = make(engine)
-    engine.pager_counters = None  # type: ignore[assignment]  # cannot be called
+    engine.stats = None  # type: ignore[assignment]  # cannot be called
     (sink,) = run(scheduler, row())
     assert isinstance(sink.error, TypeError)
-    del engine.pager_counters
+    del engine.stats
     (sink,) = run(scheduler, row())
     assert sink.text == "defg"
 
@@ -286,4 +286,4 @@ def test_what_a_row_took_is_measured(make):
     assert (figures.prompt_tokens, figures.generated_tokens, figures.n_steps) == (3, 4, 3)
     assert 0.005 <= figures.prefill_s <= took
     assert 0.015 <= figures.decode_s <= took
-    assert figures.after.page_ins - figures.before.page_ins == 12
+    assert figures.after.counters.page_ins - figures.before.counters.page_ins == 12

@@ -167,6 +167,11 @@ class Pager:
         assert self._gate.is_mine, "embedding needs a step around it"
         return self._embedding.batches(ids, self._held_if_own)
 
+    def is_in_memory(self, page: int) -> bool:
+        """Whether the page is in a frame now, whole."""
+        frame = self._frames.find(page)
+        return frame is not None and frame.read is None
+
     def resident_frames(self) -> dict[int, Frame] | None:
         """Every page of the cycle in its frame, loaded and checked; None where that is not so.
 

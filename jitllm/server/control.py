@@ -23,6 +23,7 @@ from jitllm.server.views import (
     model_object,
     model_stats,
     placement_object,
+    residency_object,
 )
 
 control = Blueprint("control", __name__)
@@ -88,6 +89,12 @@ def set_budget(id: str) -> Response:
     wanted = read(json_body(), BUDGET, required=("maxmem",))["maxmem"]
     applied = model.scheduler.call(lambda: model.engine.set_budget(wanted))
     return reply(budget_object(model) | {"applied": dataclasses.asdict(applied)})
+
+
+@control.get("/jitllm/models/<id>/residency")
+def residency(id: str) -> Response:
+    """Which blocks are in memory now."""
+    return reply(residency_object(_model(id)))
 
 
 @control.get("/jitllm/models/<id>/placement")

@@ -99,6 +99,7 @@ def _paths() -> dict[str, Any]:
             "get": _get("The budget and what it comes to"),
             "put": _post("Another budget", bodies.BUDGET, required=("maxmem",)),
         },
+        f"{model}/residency": {"parameters": [_ID], "get": _get("Which blocks are in memory")},
         f"{model}/placement": {
             "parameters": [_ID],
             "get": _get("Where every part is, and why"),

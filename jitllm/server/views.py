@@ -12,7 +12,7 @@ from jitllm.placement.devices import Device, list_devices
 from jitllm.placement.plan import Assignment
 
 if TYPE_CHECKING:
-    from jitllm.engine import Engine
+    from jitllm.engine import Engine, EngineStats
     from jitllm.rows import RowFigures
     from jitllm.server.models import Model
     from jitllm.server.sessions import OpenSession
@@ -33,7 +33,6 @@ def cost_of(
     return {
         "file": model.path.name,
         "kernels": engine.kernels,
-        "blocks": blocks_by_device(engine),
         "budget_bytes": stats.budget_bytes,
         "resident_bytes": stats.resident_bytes,
         "queue_s": round(max(r.queue_s for r in rows), 6),
@@ -43,21 +42,21 @@ def cost_of(
         "decode_tokens_per_second": _rate(n_decoded, decode_s),
         "rows_together": max(r.max_rows for r in rows),
         "session": session.id if session else None,
-    } | _counters(rows)
+    } | _counters(engine, rows)
 
 
-def _counters(rows: Sequence[RowFigures]) -> dict[str, Any]:
-    before = [r.before for r in rows if r.before is not None]
-    after = [r.after for r in rows if r.after is not None]
-    if not (before and after):
-        return {}
-    first = min(before, key=lambda c: c.read_requests)
-    last = max(after, key=lambda c: c.read_requests)
+def _counters(engine: Engine, rows: Sequence[RowFigures]) -> dict[str, Any]:
+    def order(stats: EngineStats) -> int:
+        return sum(stats.blocks_executed.values())
+
+    first = min((r.before for r in rows), key=order)
+    last = max((r.after for r in rows), key=order)
     return {
-        "page_ins": last.page_ins - first.page_ins,
-        "evictions": last.evictions - first.evictions,
-        "bytes_read": last.bytes_read - first.bytes_read,
-        "read_wait_s": round(last.blocked_s - first.blocked_s, 6),
+        "page_ins": last.counters.page_ins - first.counters.page_ins,
+        "evictions": last.counters.evictions - first.counters.evictions,
+        "bytes_read": last.counters.bytes_read - first.counters.bytes_read,
+        "read_wait_s": round(last.counters.blocked_s - first.counters.blocked_s, 6),
+        "devices": [dataclasses.asdict(d) for d in engine.device_reports(first, last)],
     }
 
 
@@ -141,6 +140,22 @@ def _part(part: Assignment) -> dict[str, Any]:
     }
 
 
+def residency_object(model: Model) -> dict[str, Any]:
+    """Which blocks are in memory now, and where."""
+    pairs = zip(model.engine.plan.blocks, model.engine.residency(), strict=True)
+    blocks = [
+        {
+            "block": block.index,
+            "device": block.device,
+            "mode": block.mode,
+            "bytes": block.n_bytes,
+            "in_memory": in_memory,
+        }
+        for block, in_memory in pairs
+    ]
+    return {"model": model.id, "blocks": blocks}
+
+
 def devices_object(models: Iterable[Model]) -> list[dict[str, Any]]:
     """The memory that can be spent: the host's, and that of every device which has its own.
 
@@ -163,12 +178,14 @@ def _has_memory(device: Device) -> bool:
 
 def _device(device: Device, engines: Sequence[Engine]) -> dict[str, Any]:
     uses = [use for e in engines for use in e.plan.uses if use.device == device.id]
+    reports = [r for e in engines for r in e.device_reports(e.stats(), e.stats())]
+    had = [r.weights_bytes + r.kv_bytes for r in reports if r.device == device.id]
     budgets = [use.budget_bytes for use in uses if use.budget_bytes is not None]
     return {
         "id": device.id,
         "kind": device.kind,
         "budget_bytes": sum(budgets) if budgets else None,
-        "used_bytes": sum(use.n_bytes for use in uses),
+        "used_bytes": sum(had),
         "free_bytes": device.free_bytes,
         "total_bytes": device.total_bytes,
     }

@@ -17,7 +17,7 @@ from jitllm.engine import EngineStats
 from jitllm.errors import BudgetError, UsageError
 from jitllm.paging.budget import Ledger
 from jitllm.paging.counters import Applied, PagerCounters
-from jitllm.reports import MemoryReport
+from jitllm.reports import DeviceReport, MemoryReport
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,!?\n"
 _PIECES = [
@@ -110,11 +110,9 @@ class FakeEngine:
         self.broken_token: int | None = None
         self.moves: list[tuple[int, int, str]] = []
         self.closed = False
-        self.plan = SimpleNamespace(
-            assignments=[],
-            uses=[],
-            blocks=[SimpleNamespace(index=i, device="host") for i in range(5)],
-        )
+        block = {"device": "host", "mode": "paged", "n_bytes": 90 * KIB}
+        blocks = [SimpleNamespace(index=i, **block) for i in range(5)]
+        self.plan = SimpleNamespace(assignments=[], uses=[], blocks=blocks)
 
     def session(self) -> FakeSession:
         self.n_sessions += 1
@@ -152,9 +150,12 @@ class FakeEngine:
             raise UsageError(f"{to} is not a device that is open (host, cpu:1)")
         self.moves.append((first, last, to))
 
-    def pager_counters(self) -> PagerCounters:
-        n = len(self.passes)
-        return PagerCounters(page_ins=3 * n, evictions=2 * n, bytes_read=KIB * n, read_requests=n)
+    def residency(self) -> list[bool]:
+        return [True, True, True, False, False]
+
+    def device_reports(self, before: EngineStats, after: EngineStats) -> list[DeviceReport]:
+        ran = after.blocks_executed["host"] - before.blocks_executed["host"]
+        return [DeviceReport("host", 5, ran, 300 * KIB, 4 * KIB, 0)]
 
     def memory_report(self) -> MemoryReport:
         return MemoryReport(
@@ -175,13 +176,16 @@ class FakeEngine:
         )
 
     def stats(self) -> EngineStats:
-        names = EngineStats.__dataclass_fields__
+        names, n = EngineStats.__dataclass_fields__, len(self.passes)
+        counters = PagerCounters(
+            page_ins=3 * n, evictions=2 * n, bytes_read=KIB * n, read_requests=n
+        )
         facts = {
             "budget_bytes": self.budget_bytes,
             "resident_bytes": 300 * KIB,
             "ledger": self.ledger.report(),
-            "counters": self.pager_counters(),
-            "blocks_executed": {"host": 5 * len(self.passes)},
+            "counters": counters,
+            "blocks_executed": {"host": 5 * n},
             "moves": {},
         }
         return EngineStats(**{name: facts.get(name, 2) for name in names})

@@ -67,7 +67,7 @@ def test_a_chat_and_its_stream_say_the_same(client):
     assert whole.choices[0].finish_reason == "length"
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 4)
     assert whole.usage.prompt_tokens_details.cached_tokens == 0
-    assert whole.jitllm["blocks"] == {"host": 5}
+    assert whole.jitllm["devices"][0]["n_blocks"] == 5
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == "defg"
     assert chunks[0].choices[0].delta.role == "assistant"

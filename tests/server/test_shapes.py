@@ -171,7 +171,8 @@ def test_a_lone_surrogate_comes_back_as_the_escape_it_was(served):
 def test_what_a_reply_cost_is_measured(served):
     cost = served.complete(max_tokens=3).get_json()["jitllm"]
     assert cost["file"] == "fake.jlm"
-    assert cost["blocks"] == {"host": 5}
+    (host,) = cost["devices"]
+    assert (host["device"], host["n_blocks"], host["blocks_executed"]) == ("host", 5, 15)
     assert cost["page_ins"] == 9  # three passes: the prompt and two of the three tokens
     assert cost["bytes_read"] == 3 * 1024
     assert cost["rows_together"] == 1
