@@ -39,10 +39,12 @@ def sweep(
     say: Say = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> list[Point]:
-    """`n_points` budgets from the smallest that works to the one that holds the whole model.
+    """`n_points` budgets from the smallest that works to the one that holds the whole model, or to
+    the prospect's own where that is less.
 
-    One engine goes through them, as a live change of its budget. The prospect's own budget does
-    not matter. UsageError for less than two points, or where the host has nothing to visit.
+    One engine goes through them, as a live change of its budget. UsageError for less than two
+    points, or where the host has nothing to visit; BudgetError where the prospect's own is too
+    little.
     """
     if n_points < 2:
         raise UsageError(f"a sweep has to have 2 points or more, but is asked for {n_points}")
@@ -64,16 +66,16 @@ def sweep(
 
 
 def _budgets(prospect: Prospect, n_points: int) -> list[int]:
-    plenty = 4 * prospect.container.file_bytes + prospect.fixed_bytes
-    found = predict(_with_budget(prospect, plenty))
+    found = predict(prospect)
     low = found.smallest.budget_bytes
-    high = found.whole.budget_bytes + prospect.embedding_bytes
+    high = min(found.whole.budget_bytes + prospect.embedding_bytes, prospect.budget_bytes)
     return [low + (high - low) * number // (n_points - 1) for number in range(n_points)]
 
 
 def _looks(prospect: Prospect, budgets: list[int], say: Say) -> list[Outlook]:
     """The outlook of each budget, with the disk measured once and both ways of computing too."""
-    measured(_with_budget(prospect, budgets[-1]), False, say)
+    largest = _with_budget(prospect, budgets[-1])
+    measured(largest, predict(largest).now.page_ins > 0, say)
     first = outlook(_with_budget(prospect, budgets[0]), say)
     seen = (_with_budget(prospect, budget) for budget in budgets)
     return [replace(first, prospect=s, forecast=predict(s, first.rates)) for s in seen]
@@ -92,7 +94,5 @@ def _rate(session: "Session") -> float:
 
 
 def _with_budget(prospect: Prospect, budget_bytes: int) -> Prospect:
-    host, *others = prospect.devices
-    devices = (replace(host, budget_bytes=budget_bytes), *others)
     longest = _WARM_TOKENS + _MAX_TOKENS + 1
-    return replace(prospect, devices=devices, max_seq=min(prospect.max_seq, longest))
+    return replace(prospect.under(budget_bytes), max_seq=min(prospect.max_seq, longest))

@@ -108,7 +108,7 @@ class Conversation:
 
     def _stats(self, _: str) -> None:
         self._say_memory()
-        for line in self.last_reply:
+        for line in [*report.lines_of_ledger(self.engine.stats()), *self.last_reply]:
             say(line)
 
     def _help(self, _: str) -> None:

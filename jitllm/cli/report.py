@@ -1,10 +1,14 @@
 """What a run cost, as lines for a person and as one object for a script. Pure functions."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jitllm.cli.terminal import columns
 from jitllm.reports import GenerationReport, MemoryReport
 from jitllm.units import format_size
+
+if TYPE_CHECKING:
+    from jitllm.engine import EngineStats
 
 
 def lines_before(memory: MemoryReport) -> list[str]:
@@ -53,6 +57,21 @@ def _device_lines(report: GenerationReport) -> list[str]:
         held = f"{format_size(d.weights_bytes)} resident{streamed}, {format_size(d.kv_bytes)} KV"
         told.append(f"device   {d.device}: {ran}, {held}")
     return [*told, f"seams    {report.seams_per_token:.1f} per token"]
+
+
+def lines_of_ledger(stats: "EngineStats") -> list[str]:
+    """Who has allocated how much: a line for each line of the ledger, and for the process."""
+    report = stats.ledger
+    rows = [
+        (line.name, line.budget_bytes, line.used_bytes, line.peak_bytes) for line in report.lines
+    ]
+    rows.append(("all", report.limit_bytes, report.used_bytes, report.peak_bytes))
+    rows.append(("process", None, stats.rss_bytes, stats.peak_rss_bytes))
+    cells = [
+        (name.replace("_", " "), *("" if n is None else format_size(n) for n in sizes))
+        for name, *sizes in rows
+    ]
+    return columns([("ledger", "budget", "used", "peak"), *cells])
 
 
 def as_object(memory: MemoryReport, report: GenerationReport, text: str) -> dict[str, Any]:

@@ -8,8 +8,10 @@ token; every figure of the reports is a small constant or a count of these token
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 from jitllm.errors import JitllmError
+from jitllm.paging.budget import LedgerLine, LedgerReport
 from jitllm.reports import GenerationReport, MemoryReport
 from jitllm.sampling import SamplingParams
 
@@ -109,6 +111,12 @@ class FakeEngine:
         if budget_bytes < 10 * KIB:
             raise JitllmError("a budget of 1.0 KiB is below the smallest that works, 10.0 KiB")
         self.budget_bytes = budget_bytes
+
+    def stats(self) -> SimpleNamespace:
+        lines = (LedgerLine("weights", self.budget_bytes, 300 * KIB, 350 * KIB),)
+        lines += (LedgerLine("prefix_cache", None, 0, 0),)
+        ledger = LedgerReport(lines, 364 * KIB, 420 * KIB, None)
+        return SimpleNamespace(ledger=ledger, rss_bytes=KIB * KIB, peak_rss_bytes=2 * KIB * KIB)
 
     def memory_report(self) -> MemoryReport:
         weights = 500 * KIB

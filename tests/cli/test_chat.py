@@ -40,6 +40,18 @@ def test_stats_shows_memory_and_the_last_reply(cli, engine):
     assert err.count("rate     prompt 3 tokens") == 1
 
 
+def test_stats_shows_every_line_of_the_ledger_and_the_process(cli, engine):
+    lines = cli("chat", "m.jlm", stdin="/stats\n").err.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("ledger"))
+    assert lines[at : at + 5] == [
+        "ledger        budget     used       peak",
+        "weights       400.0 KiB  300.0 KiB  350.0 KiB",
+        "prefix cache             0 B        0 B",
+        "all                      364.0 KiB  420.0 KiB",
+        "process                  1.0 MiB    2.0 MiB",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -76,6 +76,15 @@ def test_one_engine_goes_from_the_smallest_budget_to_the_whole_model(cli, tmp_pa
     assert decode(Path(png).read_bytes()).shape == (HEIGHT, WIDTH, 3)
 
 
+def test_no_budget_goes_above_maxmem(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("JITLLM_CACHE", str(tmp_path / "cache"))
+    model = str(write_tiny(tmp_path / "tiny.gguf"))
+    outcome = cli("sweep", "--json", "-points", "2", "-maxmem", "300K", model)
+    first, last = json.loads(outcome.out)
+    assert first["budget_bytes"] < last["budget_bytes"] == 300 * 1024
+    assert last["page_ins"] > 0
+
+
 def test_one_point_is_no_curve(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("JITLLM_CACHE", str(tmp_path / "cache"))
     outcome = cli("sweep", "-points", "1", str(write_tiny(tmp_path / "tiny.gguf")))
