@@ -46,7 +46,7 @@ class PrefixCache:
     """At most `budget_bytes` of KV, 0 being none. One thread at a time."""
 
     def __init__(self, ledger: Ledger, budget_bytes: int, size_of: Callable[[int], int]):
-        """`size_of(n_tokens)`: bytes of a snapshot of so many tokens."""
+        """`size_of(n_tokens)`: bytes of a snapshot of so many tokens, at most."""
         ledger.set_budget("prefix_cache", budget_bytes)
         self._ledger, self._size_of = ledger, size_of
         self._budget_bytes = budget_bytes
@@ -118,7 +118,8 @@ class PrefixCache:
         except BudgetError:  # the limit of the whole process: other lines have taken the room
             return
         snapshot = session.snapshot(len(tokens))
-        charge.shrink(min(charge.n_bytes, snapshot.n_bytes))
+        assert snapshot.n_bytes <= charge.n_bytes, "a snapshot is larger than was thought"
+        charge.shrink(snapshot.n_bytes)
         self._entries.append(_Entry(tokens, snapshot, charge))
 
     def _drop(self, entry: _Entry) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jitllm.errors import JitllmError
 from jitllm.executor import CHUNK_TOKENS
-from jitllm.model.kvcache import TILE, capacity
+from jitllm.model.kvcache import SNAPSHOT_TOKENS, capacity
 from jitllm.model.sampler import logprobs, sample
 from jitllm.prefix_cache import PrefixCache, PrefixCacheStats
 from jitllm.rows import ClosedError, QueueFullError, Row
@@ -75,7 +75,7 @@ class Scheduler:
 
     def __init__(self, engine: Engine, *, n_rows: int, max_queue: int, prefix_cache_bytes: int):
         self._engine, self._n_rows, self._max_queue = engine, n_rows, max_queue
-        self._cache = PrefixCache(engine.ledger, prefix_cache_bytes, _kv_size(engine))
+        self._cache = PrefixCache(engine.ledger, prefix_cache_bytes, _snapshot_size(engine))
         self._free: list[Session] = []
         self._n_sessions = 0
         self._tasks: deque[_Task[Any]] = deque()
@@ -362,10 +362,16 @@ class Scheduler:
         self._seconds_per_row += 0.2 * (seconds - self._seconds_per_row)
 
 
-def _kv_size(engine: Engine) -> Callable[[int], int]:
-    """Bytes of the KV of so many tokens: whole tiles of it."""
-    tile_bytes = engine.memory_report().kv_bytes // (capacity(engine.max_seq) // TILE)
-    return lambda n_tokens: capacity(n_tokens) // TILE * tile_bytes
+def _snapshot_size(engine: Engine) -> Callable[[int], int]:
+    """Bytes of a copy of the KV of so many tokens, at most: whole runs of positions."""
+    n_all = capacity(engine.max_seq)
+    position_bytes = engine.memory_report().kv_bytes // n_all
+
+    def size_of(n_tokens: int) -> int:
+        n_runs = -(-n_tokens // SNAPSHOT_TOKENS)
+        return min(n_runs * SNAPSHOT_TOKENS, n_all) * position_bytes
+
+    return size_of
 
 
 def _n_common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -126,6 +126,7 @@ class Session:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Begin again with the tokens of a snapshot of the same model and context length."""
+        self._engine.make_room(self, len(snapshot.tokens))
         for block, (k, v) in enumerate(snapshot.blocks):
             self._kvs[block] = copy_in(self._kvs[block], k, v)
         self.tokens[:] = snapshot.tokens

@@ -10,6 +10,7 @@ import pytest
 from jitllm import Engine
 from jitllm.convert import convert
 from jitllm.executor import CHUNK_TOKENS
+from jitllm.placement.rules import Profile
 from jitllm.rows import Row
 from jitllm.sampling import SamplingParams
 from jitllm.scheduler import Scheduler
@@ -96,7 +97,7 @@ def test_the_prefix_cache_changes_no_token_whatever_it_finds(make):
         stem = rng.choice(stems)
         asked.append(stem[: rng.randrange(1, 60)] + prompt(rng.randrange(4), rng.randrange(2, 9)))
     without = finish(make(cache=0), [row(ids, 6) for ids in asked])
-    scheduler = make(cache=200_000)
+    scheduler = make(cache=600_000)
     rows = [row(ids, 6) for ids in asked]
     assert finish(scheduler, rows, together=False) == without
     stats = scheduler.stats.prefix_cache
@@ -165,6 +166,28 @@ def test_a_prompt_s_logprobs_are_those_of_the_engine(make, engine):
     expected = [(ids[0], None)]
     expected += [(b, logprobs(scores[i], b, 2)) for i, b in enumerate(ids[1:])]
     assert asked.sink.prompt == expected
+
+
+def test_a_snapshot_counts_as_what_it_is_and_fits_a_cache_that_has_yet_to_grow(tmp_path: Path):
+    source = write_tiny(tmp_path / "m.gguf", "Q4_K", context_length=1000, n_blocks=2)
+    path = convert(source, tmp_path / "m.jlm").out
+    with Engine.open(path, devices="cpu", maxmem="64M", profile=Profile(relocate=True)) as engine:
+        scheduler = Scheduler(engine, n_rows=2, max_queue=9, prefix_cache_bytes=10**7)
+        ids = prompt(1, 700)
+        (alone,) = finish(scheduler, [row(ids, 6)])
+        with engine.session() as session:
+            session.prefill(ids[:500])
+            # runs of 128 positions: six for the reply before, four for this
+            assert engine.ledger.used("prefix_cache") == session.snapshot().n_bytes * 6 // 4
+            small = engine.session()
+            assert small.capacity < 300
+            small.restore(session.snapshot(300))
+            assert small.tokens == ids[:300]
+            small.close()
+        rows = [row(ids, 6), row(ids[:650] + prompt(2, 5), 6), row(ids, 6)]
+        assert finish(scheduler, rows)[::2] == [alone, alone]
+        assert [each.figures.cached_tokens for each in rows] == [699, 650, 699]
+        scheduler.close()
 
 
 def test_the_ledger_holds_every_cache_and_gives_it_back(engine, tmp_path: Path):
