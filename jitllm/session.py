@@ -126,7 +126,8 @@ class Session:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Begin again with the tokens of a snapshot of the same model and context length."""
-        self._engine.make_room(self, len(snapshot.tokens))
+        n_positions = snapshot.blocks[0][1].shape[1]
+        self._engine.make_room(self, min(n_positions, self._engine.max_seq))
         for block, (k, v) in enumerate(snapshot.blocks):
             self._kvs[block] = copy_in(self._kvs[block], k, v)
         self.tokens[:] = snapshot.tokens
