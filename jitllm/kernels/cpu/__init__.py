@@ -1,0 +1,1 @@
+"""The kernels that LLVM generates for the CPU in front of us."""

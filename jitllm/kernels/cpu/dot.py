@@ -10,6 +10,7 @@ No intermediate can overflow: activations lie in -127..127, so a pair of product
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import llvmlite.binding as llvm
@@ -20,6 +21,8 @@ from jitllm.kernels.cpu.ir import Function, Value, i1, i8, i16, i32, vec
 
 BYTES = vec(i8, 64)
 _VNNI = ("vnni512", "vnni256")
+_Part = Callable[[Value, Value, Value], Value]
+_Dot = Callable[[Function, Value, Value, Value, bool], Value]
 
 
 def bias(t: Tier) -> int:
@@ -42,7 +45,7 @@ def _vpdpbusd_takes_bytes() -> bool:
     return llvm.llvm_version_info[0] >= 22
 
 
-def _vnni(width: int):
+def _vnni(width: int) -> _Dot:
     rows = width // 32
 
     def dot(f: Function, sums: Value, w: Value, x: Value, signed: bool) -> Value:
@@ -57,7 +60,7 @@ def _vnni(width: int):
     return dot
 
 
-def _by_parts(part, rows: int, sums: Value, w: Value, x: Value) -> Value:
+def _by_parts(part: _Part, rows: int, sums: Value, w: Value, x: Value) -> Value:
     """Apply `part` to slices of `rows` i32 lanes and put the results together."""
     if rows == 16:
         return part(sums, w, x)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+
+from llvmlite.ir import Type
 
 from jitllm.kernels.cpu import ffi, threads
 from jitllm.kernels.cpu.compile import Tier, load
@@ -28,7 +31,7 @@ def rms(f: Function, x: Value, k: Value, eps: Value) -> Value:
     return 1.0 / f.unary("sqrt", total.get() / k.to_f32() + eps)
 
 
-def each_row(f: Function, n: Value, body) -> None:
+def each_row(f: Function, n: Value, body: Callable[[Type, Value], None]) -> None:
     """body(type, i) over 0..n: whole vectors, then one by one."""
     with f.loop(0, n & -16, 16) as i:
         body(VECTOR, i)
@@ -46,7 +49,7 @@ def _write_rows(m: Module) -> None:
             at = token * k * 4
             scale = rms(f, y + at, k, eps)
 
-            def add(t, i: Value, at=at, scale=scale) -> None:
+            def add(t: Type, i: Value, at: Value = at, scale: Value = scale) -> None:
                 v = f.load(y + at, t, i * 4, 4) * f.value(scale, t) * f.load(weight, t, i * 4, 4)
                 f.store(f.load(x + at, t, i * 4, 4) + v, out + at, i * 4, 4)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -77,43 +78,66 @@ def _scratch(qtypes: Sequence[str], n: int, k: int, t: Tier) -> tuple[int, int, 
     return at, offsets[0], offsets[1]
 
 
-def _call(op, x, ws, span, out_shapes, *, norm, eps, biases, add, activation):
-    """Check, describe and make one call of a product handler."""
-    t = tier()
-    n, k = x.shape
-    _check_f32("x", x, (n, k))
+@dataclass(frozen=True)
+class _Extras:
+    """What a product may have besides its weights."""
+
+    norm: jax.Array | None = None
+    eps: float = 0.0
+    biases: Sequence[jax.Array | None] | None = None
+    add: jax.Array | None = None
+    activation: int = 0
+
+
+def _check_call(x: jax.Array, ws: Sequence[QuantizedTensor], span: jax.Array) -> None:
+    _check_f32("x", x, x.shape[:1] + x.shape[-1:])
     _check_span(span)
     _require(
         0 < len(ws) <= handlers.MAX_WEIGHTS,
         f"a product takes 1 to {handlers.MAX_WEIGHTS} weights, got {len(ws)}",
     )
     for w in ws:
-        _check_weight(w, k)
+        _check_weight(w, x.shape[1])
+
+
+def _append(
+    args: list[jax.Array], name: str, value: jax.Array | None, shape: tuple[int, ...]
+) -> int:
+    """The place of an optional argument, -1 without one."""
+    if value is None:
+        return -1
+    _check_f32(name, value, shape)
+    args.append(value)
+    return len(args) - 1
+
+
+def _call(
+    op: str,
+    x: jax.Array,
+    ws: Sequence[QuantizedTensor],
+    span: jax.Array,
+    widths: Sequence[int],
+    extras: _Extras,
+) -> tuple[jax.Array, ...]:
+    """One call of a product handler -> f32[T, width] for each of `widths`."""
+    _check_call(x, ws, span)
+    t, (n, k) = tier(), x.shape
     args = [x, span, *(w.data for w in ws)]
-
-    def optional(name: str, value: jax.Array | None, shape: tuple[int, ...]) -> int:
-        if value is None:
-            return -1
-        _check_f32(name, value, shape)
-        args.append(value)
-        return len(args) - 1
-
-    at_norm = optional("norm", norm, (k,))
-    at_bias = [
-        optional("bias", b, (w.shape[0],))
-        for w, b in zip(ws, biases or [None] * len(ws), strict=True)
-    ]
-    at_add = optional("add", add, (n, ws[0].shape[0]))
+    at_norm = _append(args, "norm", extras.norm, (k,))
+    biases = extras.biases or [None] * len(ws)
+    at_bias = [_append(args, "bias", b, w.shape[:1]) for w, b in zip(ws, biases, strict=True)]
+    at_add = _append(args, "add", extras.add, (n, ws[0].shape[0]))
     size, ints, floats = _scratch([w.qtype for w in ws], n, k, t)
-    params = [len(ws), k, _float_bits(eps), activation, at_norm, at_add]
-    params += [len(out_shapes), ints, floats]
+    # the order of CALL_PARAMS, then of WEIGHT_PARAMS
+    params = [len(ws), k, _float_bits(extras.eps), extras.activation, at_norm, at_add]
+    params += [len(widths), ints, floats]
     for w, bias in zip(ws, at_bias, strict=True):
         code = handlers.enable(op, w.qtype, t)
         params += [code, int(w.qtype in FLOATS), w.shape[0], w.data.shape[1], bias]
-    results = [jax.ShapeDtypeStruct(s, jnp.float32) for s in out_shapes]
+    results = [jax.ShapeDtypeStruct((n, width), jnp.float32) for width in widths]
     scratch = jax.ShapeDtypeStruct((size,), jnp.uint8)
     call = jax.ffi.ffi_call(handlers.target(op, t), (*results, scratch))
-    return call(*args, params=np.array(params, np.int64))[:-1]
+    return tuple(call(*args, params=np.array(params, np.int64))[:-1])
 
 
 def matmul(
@@ -128,9 +152,8 @@ def matmul(
 ) -> tuple[jax.Array, ...]:
     """rms_norm(x[T, K]) @ w_i.T + bias_i (+ add, with one w) -> tuple of f32[T, N_i]."""
     _require(add is None or len(ws) == 1, "add needs exactly one weight")
-    shapes = [(x.shape[0], w.shape[0]) for w in ws]
-    options = {"norm": norm, "eps": eps, "biases": biases, "add": add, "activation": 0}
-    return tuple(_call("matmul", x, ws, span, shapes, **options))
+    widths = [w.shape[0] for w in ws]
+    return _call("matmul", x, ws, span, widths, _Extras(norm, eps, biases, add))
 
 
 def gated(
@@ -151,9 +174,8 @@ def gated(
         w_up.shape[0] == n_rows,
         f"gate has {n_rows} rows and up has {w_up.shape[0]}; they must agree",
     )
-    options = {"norm": norm, "eps": eps, "biases": None, "add": None}
-    options["activation"] = names.index(activation)
-    return _call("gated", x, (w_gate, w_up), span, [(x.shape[0], n_rows)], **options)[0]
+    extras = _Extras(norm, eps, activation=names.index(activation))
+    return _call("gated", x, (w_gate, w_up), span, [n_rows], extras)[0]
 
 
 def add_norm(

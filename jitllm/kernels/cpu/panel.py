@@ -121,7 +121,9 @@ def _take(f: Function, sums: Value, token: int, tile: int) -> Var:
     return f.var(f.load(sums, SUMS, _at(token, tile), 64))
 
 
-def _float_step(f: Function, t: Tier, shape: Shape, x: Value, w: list[Value], acc) -> None:
+def _float_step(
+    f: Function, t: Tier, shape: Shape, x: Value, w: list[Value], acc: list[list[Var]]
+) -> None:
     columns = [f.load(w_j, SUMS, 0, 64) for w_j in w]
     for i, row in enumerate(acc):
         value = f.load(x, f32, 4 * i, 4).splat()
@@ -134,7 +136,9 @@ def _scales(f: Function, shape: Shape, w: Value) -> tuple[Value, ...]:
     return tuple(f.load(w, SUMS, offset, 64) for offset in at)
 
 
-def _int_step(f: Function, t: Tier, shape: Shape, x: Value, w: list[Value], acc) -> None:
+def _int_step(
+    f: Function, t: Tier, shape: Shape, x: Value, w: list[Value], acc: list[list[Var]]
+) -> None:
     tokens = shape.tokens(t)
     block = [Activations(f, x, tokens, i) for i in range(tokens)]
     sums = [[_start(f, t, shape, token) for _ in w] for token in block]

@@ -104,7 +104,9 @@ def _write_finish_gated(m: Module) -> None:
         _each_token(f, write)
 
 
-def _finish(job: Fields, w: Fields, part: tuple[Value, ...], sums: list[Value], gated: bool):
+def _finish(
+    job: Fields, w: Fields, part: tuple[Value, ...], sums: list[Value], gated: bool
+) -> None:
     """End the products of `part`: (token, count, tile, n)."""
     name, used = ("finish_gated", sums) if gated else ("finish", sums[:1])
     job.f.call(job.f.module.ir.globals[name], job.base, w.base, *part, *used)
@@ -113,7 +115,9 @@ def _finish(job: Fields, w: Fields, part: tuple[Value, ...], sums: list[Value], 
 # --- rows -------------------------------------------------------------------------------------
 
 
-def _each_item(job: Fields, begin: Value, end: Value, body, gated: bool) -> None:
+def _each_item(
+    job: Fields, begin: Value, end: Value, body: Callable[[Fields, Value, Value], None], gated: bool
+) -> None:
     """body(weight, first, last) for the part of begin..end that belongs to each weight.
 
     The two weights of a gate share their items: the body sees the first.

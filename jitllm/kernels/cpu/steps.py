@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llvmlite.ir import Type
+
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP
 from jitllm.kernels.cpu.ir import Function, Value, Var, f32, i32, vec, void
@@ -93,7 +95,7 @@ class Activations:
         """The four activations of column group c, as one i32."""
         return self.f.load(self.address, i32, self.token * STEP + 4 * c, 4)
 
-    def _field(self, i: int, t) -> Value:
+    def _field(self, i: int, t: Type) -> Value:
         return self.f.load(self.address, t, self.tokens * (STEP + 4 * i) + 4 * self.token, 4)
 
     @property

@@ -22,6 +22,7 @@ import os
 import platform
 
 import psutil
+from llvmlite import ir
 
 from jitllm.kernels.cpu import ffi
 from jitllm.kernels.cpu.compile import Tier, load, tier
@@ -45,7 +46,9 @@ _EXPORTS = ("jitllm_team", "jitllm_parallel")
 _PARALLEL = ("jitllm_parallel", void, [ptr, ptr, ptr, i64, i64])
 
 
-def call_parallel(f: Function, frame: Value, body: Value, arg: Value, n: Value, grain: Value):
+def call_parallel(
+    f: Function, frame: Value, body: Value, arg: Value, n: Value, grain: Value
+) -> None:
     """Write the call: body(arg, begin, end) over 0..n, at least `grain` items at a time.
 
     `frame` is the handler's call frame; `body` the address of void(ptr, i64, i64).
@@ -165,7 +168,7 @@ def _write_parallel(m: Module) -> None:
         alone = f.atomic_load(_team(f), _THREADS) <= 1
         index = f.var(f.value(-1, i64))
         with f.when(f.select(alone, f.value(0, i64), n - grain) > 0):
-            index.set(f.call(_write_acquire(m), *()))
+            index.set(f.call(_write_acquire(m)))
         with f.either(index.get() < 0) as (by_itself, shared):
             with by_itself:
                 f.call(fn, arg, f.value(0, i64), n)
@@ -173,7 +176,7 @@ def _write_parallel(m: Module) -> None:
                 _run_shared(f, frame, _entry(f, index.get()), index.get())
 
 
-def _write_acquire(m: Module):
+def _write_acquire(m: Module) -> ir.Function:
     """acquire() -> the index of an entry that is now the caller's, or -1."""
     with m.function("acquire", i64, []) as f:
         with f.loop(0, _ENTRIES) as i, f.when(f.exchange_if(_entry(f, i), _BUSY, 0, 1)):
