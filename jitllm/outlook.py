@@ -21,7 +21,6 @@ from jitllm.engine import Engine
 from jitllm.kernels.ops import choose
 from jitllm.paging import policy
 from jitllm.paging.budget import Ledger
-from jitllm.paging.container import Container
 from jitllm.paging.frames import aligned_memory
 from jitllm.paging.reader import Read, Reader, page_segments
 from jitllm.placement.forecast import Forecast, Workload, forecast
@@ -30,7 +29,7 @@ from jitllm.prospect import Prospect
 
 Say = Callable[[str], None]
 
-_READ_S = 0.3
+_READ_S, _LEAST_READS = 0.3, 6
 _N_TOKENS = 24
 _DECODE_S = 4.0
 
@@ -103,7 +102,7 @@ def outlook(prospect: Prospect, say: Say = lambda _: None) -> Outlook:
     if not prospect.cycle:
         return Outlook(prospect, None, None, 0)
     paged = predict(prospect).now.page_ins > 0
-    read = read_rate(prospect.container)
+    read = read_rate(prospect)
     compute = measured(prospect, paged, say)
     other = _kept(prospect, not paged) or compute
     page_by_page, whole = (compute, other) if paged else (other, compute)
@@ -144,28 +143,31 @@ def _workload(prospect: Prospect, rates: Rates) -> Workload:
     )
 
 
-def read_rate(container: Container, seconds: float = _READ_S) -> float:
-    """Bytes a second of reading the container's pages, past the page cache where that can be.
+def read_rate(prospect: Prospect, seconds: float = _READ_S) -> float:
+    """Bytes a second of reading the pages of a pass, past the page cache where that can be.
 
-    One page is under way while the next is asked for, as the pager does it.
+    One page is under way while the next is asked for, as the pager does it. The median page's
+    rate: a moment in which the machine does something else does not count.
     """
-    largest = max(page.n_bytes for page in container.pages)
+    pages = [prospect.container.pages[page] for page in prospect.cycle]
+    largest = max(page.n_bytes for page in pages)
     buffers = [memoryview(aligned_memory(largest, Ledger(), "staging")[0]) for _ in range(2)]
-    reader, reads, start = Reader(container.path), deque[Read](), time.perf_counter()
-    n_bytes, spent = 0, 0.0
+    reader, reads, rates = Reader(prospect.container.path), deque[Read](), []
+    start = end = time.perf_counter()
     try:
-        for number, page in enumerate(cycle(container.pages)):
+        for number, page in enumerate(cycle(pages)):
             view = buffers[number % 2][: page.n_bytes]
             reads.append(reader.read(page_segments(page.offset, view)))
             if len(reads) == len(buffers):
-                read = reads.popleft()
+                read, before = reads.popleft(), end
                 read.wait()
-                n_bytes, spent = n_bytes + read.n_bytes, time.perf_counter() - start
-            if spent >= seconds:
+                end = time.perf_counter()
+                rates.append(read.n_bytes / (end - before))
+            if len(rates) >= _LEAST_READS and end - start >= seconds:
                 break
     finally:
         reader.close()
-    return n_bytes / spent
+    return statistics.median(rates[2:])  # the first two also took the buffers' memory
 
 
 def measured(prospect: Prospect, paged: bool, say: Say = lambda _: None) -> Compute:
@@ -192,8 +194,9 @@ def _measure(prospect: Prospect) -> Compute:
             waited_s = engine.pager_counters().blocked_s - blocked_s
             seconds.append(max(time.perf_counter() - start - waited_s, 1e-9))
         lines = {line.name: line.peak_bytes for line in engine.stats().ledger.lines}
-    typical_s = statistics.median(seconds[len(seconds) // 4 :])  # the first ones compile
-    return Compute(n_bytes / typical_s, lines["activations"])
+    # What is kept should not depend on what else the machine did meanwhile.
+    undisturbed_s = statistics.quantiles(seconds, n=4)[0]
+    return Compute(n_bytes / undisturbed_s, lines["activations"])
 
 
 def _kept(prospect: Prospect, paged: bool) -> Compute | None:

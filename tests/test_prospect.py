@@ -157,4 +157,4 @@ def test_a_damaged_measurement_in_the_cache_is_made_again(container, tmp_path):
 
 
 def test_reading_is_measured_in_bytes_a_second(container):
-    assert 1e5 < outlook.read_rate(container, seconds=0.05) < 1e12
+    assert 1e5 < outlook.read_rate(ahead(container, 1 << 30), seconds=0.05) < 1e12
