@@ -22,11 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
+from jitllm.kernels.cpu.threads import physical_cores
+
 Work = Callable[[Sequence[int]], float]
 """Ids -> seconds."""
 
 
-def jitllm_worker(model: str, n_ctx: int, n_threads: int | None) -> tuple[Work, Work, dict]:
+def jitllm_worker(model: str, n_ctx: int, n_threads: int) -> tuple[Work, Work, dict]:
     """(prefill, decode, facts) of jitllm, everything in memory."""
     from jitllm import Engine
 
@@ -54,7 +56,7 @@ def jitllm_worker(model: str, n_ctx: int, n_threads: int | None) -> tuple[Work, 
     return prefill, decode, facts
 
 
-def llamacpp_worker(model: str, n_ctx: int, n_threads: int | None) -> tuple[Work, Work, dict]:
+def llamacpp_worker(model: str, n_ctx: int, n_threads: int) -> tuple[Work, Work, dict]:
     """(prefill, decode, facts) of llama.cpp with its defaults: mmap, repack, F16 KV."""
     import llama_cpp
     from llama_cpp import Llama
@@ -85,13 +87,12 @@ def llamacpp_worker(model: str, n_ctx: int, n_threads: int | None) -> tuple[Work
     return prefill, decode, {"version": llama_cpp.__version__}
 
 
-def bandwidth_worker(model: str, n_ctx: int, n_threads: int | None) -> tuple[Work, Work, dict]:
+def bandwidth_worker(model: str, n_ctx: int, n_threads: int) -> tuple[Work, Work, dict]:
     """Not an engine: seconds per gigabyte of a plain read of memory."""
-    from jitllm.kernels.cpu.threads import physical_cores
     from jitllm.speed import memory_bandwidth
 
     def read(ids: Sequence[int]) -> float:
-        return 1e9 / memory_bandwidth(n_threads or physical_cores())
+        return 1e9 / memory_bandwidth(n_threads)
 
     return read, read, {}
 
@@ -99,7 +100,7 @@ def bandwidth_worker(model: str, n_ctx: int, n_threads: int | None) -> tuple[Wor
 WORKERS = {"jitllm": jitllm_worker, "llama.cpp": llamacpp_worker, "memory": bandwidth_worker}
 
 
-def serve(name: str, model: str, n_ctx: int, n_threads: int | None) -> None:
+def serve(name: str, model: str, n_ctx: int, n_threads: int) -> None:
     """The worker process: a JSON line in, seconds out, until the pipe closes."""
     prefill, decode, facts = WORKERS[name](model, n_ctx, n_threads)
     print(json.dumps(facts), flush=True)
@@ -111,9 +112,9 @@ def serve(name: str, model: str, n_ctx: int, n_threads: int | None) -> None:
 class Worker:
     """One engine in its process."""
 
-    def __init__(self, name: str, model: str, n_ctx: int, n_threads: int | None):
+    def __init__(self, name: str, model: str, n_ctx: int, n_threads: int):
         command = [sys.executable, "-m", "benchmarks.vs_llamacpp", model, "--worker", name]
-        command += ["--ctx", str(n_ctx), *(["--threads", str(n_threads)] if n_threads else [])]
+        command += ["--ctx", str(n_ctx), "--threads", str(n_threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None, text=True
         )
@@ -209,7 +210,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("-p", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("-n", type=int, default=128, help="tokens decoded")
-    parser.add_argument("--threads", type=int, default=None)
+    # Both get the same number: llama-cpp-python by itself would decode on half the cores.
+    parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--ctx", type=int, default=1024, help=argparse.SUPPRESS)
