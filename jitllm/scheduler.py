@@ -124,11 +124,13 @@ class Scheduler:
         them; what it gives or raises."""
         task = _Task(change)
         with self._changed:
-            if self._thread.is_alive():
+            closing = self._closing
+            if not closing:
                 self._tasks.append(task)
                 self._changed.notify_all()
-            else:
-                task.run()
+        if closing:  # no turn comes any more
+            self._thread.join()
+            task.run()
         return task.result()
 
     def drain(self, timeout_s: float) -> bool:

@@ -34,6 +34,8 @@ class Server:
         self.started_s = time.time()
         self.draining = False
         """Whether requests for text are refused: the server is about to end."""
+        self.slots = threading.BoundedSemaphore(settings.n_slots)
+        """Requests for text under way, of all models: each occupies a thread of the server."""
         self.watchers = threading.BoundedSemaphore(_N_WATCHERS)
         """Streams of figures: each occupies a thread for as long as it is watched."""
 

@@ -161,6 +161,12 @@ def session_placement(id: str) -> Response:
     return reply(placement_object(_session(id)[0]))
 
 
+@control.put("/jitllm/sessions/<id>/placement")
+def replace_session_placement(id: str) -> Response:
+    """Blocks to where a map has them, as for the session's model."""
+    return _replace(_session(id)[0])
+
+
 @control.post("/jitllm/sessions/<id>/placement/moves")
 def move_session(id: str) -> Response:
     """The same as for the session's model: blocks are shared, KV goes with them."""

@@ -119,7 +119,11 @@ def _paths() -> dict[str, Any]:
             "parameters": [_ID],
             "post": _post("Forget the conversation", bodies.NOTHING),
         },
-        f"{session}/placement": {"parameters": [_ID], "get": _get("Where its blocks are")},
+        f"{session}/placement": {
+            "parameters": [_ID],
+            "get": _get("Where its blocks are"),
+            "put": _post("Another placement", bodies.PLACEMENT, required=("placement",)),
+        },
         f"{session}/placement/moves": {"parameters": [_ID], "post": move},
         "/jitllm/devices": {"get": _get("The memory that can be spent", _LIST)},
         "/jitllm/stats": {"get": _get("Everything that is counted") | {"parameters": [_WATCH]}},

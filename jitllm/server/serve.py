@@ -22,7 +22,7 @@ from jitllm.server.settings import Settings
 
 DRAIN_S = 10.0
 """How long replies under way may go on after SIGTERM."""
-_SPARE_THREADS = 8
+_SPARE_THREADS = 6
 """For the control plane, and to say no when the queue is full."""
 _IDLE_S = 60
 """A client that neither sends nor reads for so long is cut off."""
@@ -59,7 +59,7 @@ def _listen(app: Any, settings: Settings) -> BaseWSGIServer | MultiSocketServer:
             app,
             host=settings.host,
             port=settings.port,
-            threads=settings.sessions + settings.max_queue + _SPARE_THREADS,
+            threads=settings.n_slots + _SPARE_THREADS,
             # read on while a request is answered: that is how one sees that its client left
             channel_request_lookahead=1,
             channel_timeout=_IDLE_S,

@@ -102,6 +102,12 @@ class Settings(ModelOptions):
             )
 
     @property
+    def n_slots(self) -> int:
+        """Requests for text that may be under way, of all models: those of one, and a few more, so
+        that it is the model's own queue that refuses where there is only one."""
+        return self.sessions + self.max_queue + 4
+
+    @property
     def options(self) -> ModelOptions:
         """How a model is opened where its own request says nothing else."""
         return ModelOptions(**{f.name: getattr(self, f.name) for f in fields(ModelOptions)})

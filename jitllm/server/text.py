@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from flask import Blueprint, Response
 
 from jitllm.server.app import gone, json_body, reply, server
-from jitllm.server.errors import as_api_error
+from jitllm.server.errors import ApiError, as_api_error
 from jitllm.server.jobs import Cancelled, Job, Request
 from jitllm.server.metrics import Metrics
 from jitllm.server.protocol import read_chat, read_completion
@@ -21,6 +22,7 @@ from jitllm.server.views import model_object
 
 text = Blueprint("text", __name__)
 log = logging.getLogger("jitllmd")
+Read = Callable[[dict[str, Any]], Request]
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _CLIENT_GONE = 499
 """nginx's status for a request whose client went away; nobody sees it but the log."""
@@ -50,10 +52,26 @@ def model(id: str) -> Response:
     return reply(model_object(server().models.get(id)))
 
 
-def _answer(read, shape_class: type[Shape], prefix: str) -> Response:
+def _answer(read: Read, shape_class: type[Shape], prefix: str) -> Response:
+    slots, metrics = server().slots, server().metrics
+    with _counting_refusals(metrics):
+        if not slots.acquire(blocking=False):
+            raise ApiError(
+                429, "too many requests are under way", code="queue_full", retry_after_s=1
+            )
+    try:
+        response = _begin(read, shape_class, prefix)
+    except BaseException:
+        slots.release()
+        raise
+    response.call_on_close(slots.release)
+    return response
+
+
+def _begin(read: Read, shape_class: type[Shape], prefix: str) -> Response:
     metrics = server().metrics
     with _counting_refusals(metrics):
-        asked: Request = read(json_body())
+        asked = read(json_body())
         job = Job(server().models.get(asked.model), asked, gone(), metrics)
     shape = shape_class(
         f"{prefix}-{secrets.token_hex(12)}",

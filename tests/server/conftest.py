@@ -21,7 +21,8 @@ class Served(NamedTuple):
     client: FlaskClient
 
     def post(self, path: str, body: Any, **options: Any):
-        return self.client.post(path, json=body, **options)
+        # as a server does: to the end, and then closed
+        return self.client.post(path, json=body, **{"buffered": True} | options)
 
     def complete(self, prompt: Any = "abc", **fields: Any):
         return self.post("/v1/completions", {"prompt": prompt, "temperature": 0} | fields)

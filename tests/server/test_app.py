@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.server.asking import error_of, wait_until
+from tests.server.asking import chunks_of, error_of, wait_until
 from tests.server.fake_engine import FakeEngine
 
 JSON = "application/json"
@@ -141,6 +141,31 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(make):
     assert error_of(response)["type"] == "rate_limit_error"
     for thread in asked:
         thread.join()
+
+
+def test_a_stream_and_a_whole_reply_are_the_same_for_any_stops_and_any_tokens(served):
+    rng = random.Random(4242)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    for seed in range(40):
+        letters = "abcdefgh é😀 XYZ.!"
+        asked = {
+            "prompt": "".join(rng.choices(letters, k=rng.randrange(1, 9))),
+            "max_tokens": rng.randrange(1, 40),
+            "temperature": rng.choice([0, 1, 2]),
+            "stop": ["".join(rng.choices(letters, k=rng.randrange(1, 3))) for _ in range(3)],
+            "seed": seed,
+            "logprobs": 1,
+        }
+        whole = served.complete(**asked).get_json()
+        *chunks, last = chunks_of(served.complete(**asked, **usage))
+        parts = [chunk["choices"][0] for chunk in chunks]
+        (choice,) = whole["choices"]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert last["usage"][key] == whole["usage"][key]
+        tokens = [token for part in parts for token in part["logprobs"]["tokens"]]
+        assert tokens == choice["logprobs"]["tokens"]
 
 
 def test_a_stream_that_is_closed_frees_its_row_and_counts_as_cancelled(make):

@@ -34,6 +34,9 @@ def test_blocks_are_moved_for_a_model_or_by_one_of_its_sessions(served):
     response = served.client.put("/jitllm/models/fake/placement", json={"placement": "3-4=cpu:1"})
     assert response.status_code == 200
     assert served.engine.moves[2:] == [(3, 4, "cpu:1")]
+    path = f"/jitllm/sessions/{id}/placement"
+    assert served.client.put(path, json={"placement": "0=cpu:1"}).status_code == 200
+    assert served.engine.moves[3:] == [(0, 0, "cpu:1")]
 
 
 def test_the_document_names_every_route_and_no_other(served):
