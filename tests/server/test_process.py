@@ -250,13 +250,9 @@ def change(served: Served, stop: threading.Event) -> None:
     while not stop.wait(0.05):
         budget = {"maxmem": rng.choice([SMALL, "600K", LARGE])}
         served.client.put("/jitllm/models/tiny/budget", budget)
-        first = rng.randrange(4)
-        move = {
-            "first": first,
-            "last": rng.randrange(first, 4),
-            "to": rng.choice(["host", "cpu:1"]),
-        }
-        served.client.post("/jitllm/models/tiny/placement/moves", move)
+        # each place has steps of its own to compile: a few, that come again and again
+        places = rng.choice(["*=host", "1-2=cpu:1,*=host", "*=cpu:1"])
+        served.client.put("/jitllm/models/tiny/placement", {"placement": places})
 
 
 def disturb(served: Served, right: list[str], seconds: float) -> int:
