@@ -46,7 +46,7 @@ LIMITS = (50, 75)
 """Of a whole process, in per cent of the GGUF."""
 HOST_ALONE = Profile(devices=parse_devices("cpu"))
 _WARM_TOKENS = 2
-_RAW_BYTES, _REQUEST_BYTES, _N_IN_FLIGHT = 192 << 20, 1 << 20, 8
+_RAW_BYTES, _REQUEST_BYTES, _N_IN_FLIGHT = 128 << 20, 1 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,13 @@ def decode(engine: Engine, session: Session, path: Path, n_tokens: int) -> Round
     session.truncate(0)
     for token in range(1, 1 + _WARM_TOKENS):
         session.prefill([token])
+    settle(engine)
     raw = raw_bandwidth(path)
     before, kernel_before, start = engine.pager_counters(), kernel_bytes_read(), time.perf_counter()
     for token in range(n_tokens):
         session.prefill([7 + token])
     seconds, after = time.perf_counter() - start, engine.pager_counters()
+    settle(engine)
     kernel_bytes = kernel_bytes_read() - kernel_before
     return Round(
         seconds=seconds / n_tokens,
@@ -135,6 +137,11 @@ def decode(engine: Engine, session: Session, path: Path, n_tokens: int) -> Round
         blocked_s=(after.blocked_s - before.blocked_s) / n_tokens,
         raw_bytes_per_s=(raw + raw_bandwidth(path)) / 2,
     )
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the pager has read ahead as far as it can."""
+    engine.set_budget(engine.stats().budget_bytes)
 
 
 def rounds(path: Path, shares: list[int], n_tokens: int, n_rounds: int) -> Iterator[list[Round]]:
