@@ -8,9 +8,10 @@ Letters: T rows, B conversations, D width, V vocabulary, R rotated values.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 
 import jax
 import numpy as np
@@ -26,8 +27,8 @@ from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Pager
 from jitllm.placement.devices import HOST
 from jitllm.placement.plan import STREAMED, Partition, Plan
-from jitllm.steps import Rows, Run, Steps
-from jitllm.stores import DeviceStore, HostStore
+from jitllm.steps import SLABS, Rows, Run, Steps
+from jitllm.stores import DeviceStore, HostStore, Weights
 
 CHUNK_TOKENS = 512
 """Rows of a prefill step: each page is read once for so many tokens of a prompt."""
@@ -149,13 +150,35 @@ class Executor:
             if run is not None:
                 x, has_logits = self._step(run, place, partition.first, x, feeds, rows)
                 continue
-            for block in range(partition.first, partition.last + 1):
-                page, spec = self._pages[block], (self._config.blocks[block],)
-                with place.store.hold(page) as (weights, settle):
-                    run = Run(("block", place.store.layouts[page], spec), spec, [weights], [])
+            block = partition.first
+            while block <= partition.last:
+                if run := self._staying(place, block, partition.last, few):
+                    x, _ = self._step(run, place, block, x, feeds, rows)
+                    block += len(run.specs)
+                    continue
+                with place.store.hold(self._pages[block]) as (weights, settle):
+                    run = self._run_of(place, block, [weights])
                     x, _ = self._step(run, place, block, x, feeds, rows)
                     settle(x)
+                block += 1
         return x, has_logits
+
+    def _staying(self, place: Place, first: int, last: int, few: bool) -> Run | None:
+        """Blocks from `first` on whose weights stay where they are, as one step: a call of its own
+        costs a block of 2 MiB more than its products. 1, 2, 4 or 8 of them, which is all that is
+        ever compiled, however the budget moves."""
+        most = min(8, last + 1 - first) if few else 1
+        pages = self._pages[first : first + most]
+        weights = list(takewhile(bool, map(place.store.staying, pages)))
+        n = _power_of_two(len(weights))
+        return self._run_of(place, first, weights[:n]) if n else None
+
+    def _run_of(self, place: Place, first: int, weights: list[Weights]) -> Run:
+        """The step of `len(weights)` blocks from `first` on."""
+        blocks = slice(first, first + len(weights))
+        specs = self._config.blocks[blocks]
+        layouts = tuple(place.store.layouts[page] for page in self._pages[blocks])
+        return Run(("blocks of", layouts, specs), specs, weights, [])
 
     def _run(self, partition: Partition, place: Place, few: bool, with_head: bool) -> Run | None:
         """The partition as one step, where its weights stay in place; None: block by block."""
@@ -209,31 +232,53 @@ class Executor:
         out = np.empty((len(x), self._config.n_vocab), np.float32)
         first, place = 0, self._places[self.plan.head.device]
         self._cross(place.id)
-        for page in self._head_pages:
-            with place.store.hold(page) as (weights, settle):
-                ((weight),) = weights.values()
-                end = first + weight.shape[0]
-                for at, logits in self._head_rows(x, weight, place, page):
-                    settle(logits)
-                    logits = np.asarray(logits)[: len(x) - at]
-                    out[at : at + len(logits), first:end] = logits
-                first = end
+        pages = list(self._head_pages)
+        while pages:
+            if slabs := self._staying_slabs(place, pages[:SLABS]):
+                first = self._head(x, out, first, slabs, place, pages)
+                del pages[: len(slabs)]
+                continue
+            with place.store.hold(pages[0]) as (weights, settle):
+                first = self._head(x, out, first, tuple(weights.values()), place, pages, settle)
+            del pages[0]
         self._cross(HOST)
         return out
 
-    def _head_rows(
-        self, x: np.ndarray, weight: QuantizedTensor, place: Place, page: int
-    ) -> Iterator[tuple[int, jax.Array]]:
-        """(first row, logits of some rows) of x through one slab, `_HEAD_ROWS` at a time."""
+    def _staying_slabs(self, place: Place, pages: Sequence[int]) -> tuple[QuantizedTensor, ...]:
+        """The slabs at the beginning of `pages` that stay where they are: 1, 2 or 4."""
+        staying = takewhile(bool, map(place.store.staying, pages[: 1 if self._one_row else None]))
+        slabs = [next(iter(weights.values())) for weights in staying]
+        return tuple(slabs[: _power_of_two(len(slabs))])
+
+    def _head(
+        self,
+        x: np.ndarray,
+        out: np.ndarray,
+        first: int,
+        slabs: tuple[QuantizedTensor, ...],
+        place: Place,
+        pages: Sequence[int],
+        settle: Callable[[jax.Array], None] = lambda logits: None,
+    ) -> int:
+        """Fill `out` from column `first` with the logits of `slabs`, the first of `pages`, for all
+        rows of x, `_HEAD_ROWS` at a time; the column behind them."""
         # XLA's loops, and with them the last bits, depend on how many rows a step is made for.
         rows = _HEAD_ROWS if self._one_row else min(len(x), _HEAD_ROWS)
-        layout, norm = place.store.layouts[page], self._norm_on(place)
+        layouts = tuple(place.store.layouts[page] for page in pages[: len(slabs)])
+        norm, end = self._norm_on(place), first + sum(w.shape[0] for w in slabs)
         for at in range(0, len(x), rows):
             part = x[at : at + rows]
             padded = np.zeros((rows, x.shape[1]), np.float32)
             padded[: len(part)] = part
             span = np.array([0, len(part)], np.int32)
-            yield at, place.steps.head(layout, padded, weight, norm, span)
+            logits = place.steps.head(layouts, padded, slabs, norm, span)
+            settle(logits[0])
+            np.concatenate(
+                [y[: len(part)] for y in map(np.asarray, logits)],
+                axis=1,
+                out=out[at : at + len(part), first:end],
+            )
+        return end
 
     def _norm_on(self, place: Place) -> jax.Array:
         if place.id not in self._norms:
@@ -262,3 +307,8 @@ class Executor:
             return qtype.dequantise_rows(units, width)[batch.unit]
         rows = qtype.dequantise(units, len(units) * table.unit_rows, width)
         return rows[batch.unit * table.unit_rows + batch.row]
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that is not above n; 0 for 0."""
+    return 1 << n.bit_length() >> 1

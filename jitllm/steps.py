@@ -17,7 +17,7 @@ from jitllm.kernels.ops import Ops
 from jitllm.model.block import Caches, run_block, run_head
 from jitllm.model.config import BlockSpec, ModelConfig
 
-_SLABS = 4
+SLABS = 4
 """Slabs of the head in one product: they share the norm and the quantised activations."""
 
 
@@ -73,18 +73,15 @@ class Steps:
             self._compile(key, jax.jit(self._run_step(run.specs), donate_argnums=2), args)
         return self._compiled[key](*args)
 
-    def head(self, signature: Hashable, x, weight, norm, span) -> jax.Array:
-        """Logits f32[T, rows] of one slab of the output head."""
-        args = (x, weight, norm, span)
+    def head(self, signature: Hashable, x, slabs: tuple, norm, span) -> tuple[jax.Array, ...]:
+        """Logits f32[T, rows] of each of a few slabs of the output head."""
+        args = (x, slabs, norm, span)
         key = ("head", signature, x.shape)
         if key not in self._compiled:
             self._compile(key, jax.jit(self._head_step), args)
         return self._compiled[key](*args)
 
-    def _head_step(self, x, weight, norm, span):
-        return self._slabs_step(x, (weight,), norm, span)[0]
-
-    def _slabs_step(self, x, slabs, norm, span):
+    def _head_step(self, x, slabs, norm, span):
         config = self._config
         return run_head(x, slabs, norm, span, config.norm_eps, config.final_softcap, self.ops)
 
@@ -103,8 +100,8 @@ class Steps:
                 x, caches = steps[spec](x, w, caches, ropes[spec.rope], span, spans)
                 after.append(caches)
             if head:
-                groups = [head[at : at + _SLABS] for at in range(0, len(head), _SLABS)]
-                logits = [self._slabs_step(x, tuple(slabs), norm, span) for slabs in groups]
+                groups = [head[at : at + SLABS] for at in range(0, len(head), SLABS)]
+                logits = [self._head_step(x, tuple(slabs), norm, span) for slabs in groups]
                 x = jnp.concatenate([y for ys in logits for y in ys], axis=1)
             return x, after
 

@@ -47,6 +47,11 @@ class HostStore:
             self._all = generation, {p: self.views(f, p) for p, f in frames.items()}
         return self._all[1]
 
+    def staying(self, page: int) -> Weights | None:
+        """The page's arrays where they stay for this pass, hold or not."""
+        frame = self._pager.staying_frame(page)
+        return None if frame is None else self.views(frame, page)
+
     def views(self, frame: Frame, page: int) -> Weights:
         """The arrays over a frame, made once for each layout that passes through it."""
         layout = self.layouts[page]
@@ -102,6 +107,10 @@ class DeviceStore:
     def resident(self) -> dict[int, Weights]:
         """The arrays of every page that stays here."""
         return self._pages
+
+    def staying(self, page: int) -> Weights | None:
+        """The page's arrays where they stay for this pass, hold or not."""
+        return self._pages.get(page)
 
     @contextmanager
     def hold(self, page: int) -> Iterator[tuple[Weights, Callable[[jax.Array], None]]]:

@@ -179,9 +179,14 @@ class Pager:
         """
         if self.arrangement.n_moving:
             return None
-        frames = {page: self._frames.find(page) for page in self.cycle}
-        whole = all(f is not None and f.read is None and not f.fresh for f in frames.values())
-        return frames if whole else None
+        frames = {page: self.staying_frame(page) for page in self.cycle}
+        return frames if all(frames.values()) else None
+
+    def staying_frame(self, page: int) -> Frame | None:
+        """The page's own frame, loaded and checked: as good as a hold for the rest of the step."""
+        frame = self._frames.find(page)
+        stays = frame is not None and frame.pinned and frame.read is None and not frame.fresh
+        return frame if stays else None
 
     def set_budget(self, budget_bytes: int) -> Applied:
         """Change the budget between two steps, keeping every page that can stay in its place.
