@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -20,26 +20,29 @@ from jitllm.catalog import cache_dir
 from jitllm.engine import Engine
 from jitllm.kernels.ops import choose
 from jitllm.paging import policy
-from jitllm.paging.budget import Ledger
+from jitllm.paging.budget import Ledger, automatic_budget
 from jitllm.paging.frames import aligned_memory
 from jitllm.paging.reader import Read, Reader, page_segments
 from jitllm.placement.forecast import Forecast, Workload, forecast
 from jitllm.placement.plan import STREAMED
 from jitllm.prospect import Prospect
+from jitllm.session import Session
 
 Say = Callable[[str], None]
 
 _READ_S, _LEAST_READS = 0.3, 6
 _N_TOKENS = 24
-_DECODE_S = 4.0
+_DECODE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Compute:
     """What computing with a model takes here; kept in the cache."""
 
-    bytes_per_s: float
-    """Of pages, in a decoding pass, waits for reads left out."""
+    paged: float
+    """Bytes a second of pages that come one by one, waits for reads left out."""
+    resident: float
+    """With all pages in memory; the same as `paged` where they have no room."""
     activation_bytes: int
     """The most that a step's activations took on the host."""
 
@@ -51,9 +54,9 @@ class Rates:
     read: float
     """From disk."""
     paged: float
-    """Computing page by page, waits for reads left out."""
+    """Computing with a page that was read, waits left out: a step of its own."""
     resident: float
-    """Computing with all pages in memory, as one step."""
+    """Computing with pages that stay in memory, and share steps."""
 
 
 _ANY_RATES = Rates(read=1.0, paged=policy.TYPICAL_COMPUTE_TO_READ, resident=1.0)
@@ -101,12 +104,9 @@ def outlook(prospect: Prospect, say: Say = lambda _: None) -> Outlook:
     """
     if not prospect.cycle:
         return Outlook(prospect, None, None, 0)
-    paged = predict(prospect).now.page_ins > 0
-    read = read_rate(prospect)
-    compute = measured(prospect, paged, say)
-    other = _kept(prospect, not paged) or compute
-    page_by_page, whole = (compute, other) if paged else (other, compute)
-    rates = Rates(read, page_by_page.bytes_per_s, whole.bytes_per_s)
+    whole = predict(prospect).whole.budget_bytes
+    read, compute = read_rate(prospect), measured(prospect, whole, say)
+    rates = Rates(read, compute.paged, compute.resident)
     return Outlook(prospect, rates, predict(prospect, rates), compute.activation_bytes)
 
 
@@ -116,31 +116,25 @@ def predict(prospect: Prospect, rates: Rates | None = None) -> Forecast:
     Which budgets work, and which hold all, does not depend on the rates.
     """
     rates = rates or _ANY_RATES
-    load = _workload(prospect, rates)
-    whole_s = sum(load.page_bytes) / rates.resident
-    found = forecast(load, prospect.budget_bytes)
-    costs = {name: getattr(found, name) for name in ("now", "up", "down", "smallest", "whole")}
-    return replace(
-        found,
-        **{
-            name: replace(cost, seconds=whole_s)
-            for name, cost in costs.items()
-            if cost is not None and not cost.page_ins
-        },
-    )
-
-
-def _workload(prospect: Prospect, rates: Rates) -> Workload:
     pages = prospect.container.pages
     page_bytes = [pages[page].n_bytes for page in prospect.cycle]
-    return Workload(
+    slower = rates.resident / rates.paged
+
+    def pass_seconds(
+        read_s: Sequence[float], compute_s: Sequence[float], moving: Collection[int], n_moving: int
+    ) -> float:
+        mixed_s = [s * slower if page in moving else s for page, s in enumerate(compute_s)]
+        return policy.pass_seconds(read_s, mixed_s, moving, n_moving)
+
+    load = Workload(
         page_bytes=page_bytes,
-        compute_s=[n_bytes / rates.paged for n_bytes in page_bytes],
+        compute_s=[n_bytes / rates.resident for n_bytes in page_bytes],
         read_bytes_per_s=rates.read,
         arrange=lambda n_bytes: policy.settle(page_bytes, n_bytes, rates.paged / rates.read),
-        pass_seconds=policy.pass_seconds,
+        pass_seconds=pass_seconds,
         fixed_bytes=prospect.fixed_bytes,
     )
+    return forecast(load, prospect.budget_bytes)
 
 
 def read_rate(prospect: Prospect, seconds: float = _READ_S) -> float:
@@ -170,51 +164,61 @@ def read_rate(prospect: Prospect, seconds: float = _READ_S) -> float:
     return statistics.median(rates[2:])  # the first two also took the buffers' memory
 
 
-def measured(prospect: Prospect, paged: bool, say: Say = lambda _: None) -> Compute:
-    """From the cache; where nobody has yet, measured by decoding a few tokens under the prospect's
-    budget, which leads to `paged` passes or not."""
-    if (kept := _kept(prospect, paged)) is not None:
+def measured(prospect: Prospect, whole_bytes: int, say: Say = lambda _: None) -> Compute:
+    """From the cache; where nobody has yet, measured by decoding a few tokens under the smallest
+    budget, and with all pages in memory, `whole_bytes`, if there is room for them."""
+    fits = whole_bytes <= max(prospect.budget_bytes, automatic_budget())
+    if (kept := _kept(prospect, fits)) is not None:
         return kept
     say("measuring, this once, how fast this machine computes with the model")
-    compute = _measure(prospect)
-    _keep(_file(prospect, paged), compute)
+    compute = _measure(prospect, whole_bytes if fits else None)
+    _keep(_file(prospect, fits), compute)
     return compute
 
 
-def _measure(prospect: Prospect) -> Compute:
+def _measure(prospect: Prospect, whole_bytes: int | None) -> Compute:
     n_bytes = sum(prospect.container.pages[page].n_bytes for page in prospect.cycle)
-    seconds: list[float] = []
-    small = replace(prospect, max_seq=min(prospect.max_seq, 2 * _N_TOKENS))
-    with Engine(small) as engine, engine.session() as session:
-        session.prefill(list(range(_N_TOKENS // 2)))  # compiles the step of a prompt too
-        deadline = time.perf_counter() + _DECODE_S
-        while len(seconds) < _N_TOKENS and (len(seconds) < 4 or time.perf_counter() < deadline):
-            start, blocked_s = time.perf_counter(), engine.pager_counters().blocked_s
-            session.prefill([len(seconds)])
-            waited_s = engine.pager_counters().blocked_s - blocked_s
-            seconds.append(max(time.perf_counter() - start - waited_s, 1e-9))
+    longest = min(prospect.config.context_length, _N_TOKENS)
+    least = replace(prospect.under(prospect.smallest_bytes), max_seq=longest, process_limit=None)
+    with Engine(least) as engine, engine.session() as session:
+        session.prefill(list(range(longest // 2)))  # compiles the step of a prompt too
+        paged = resident = n_bytes / _token_seconds(engine, session)
+        if whole_bytes is not None:
+            engine.set_budget(whole_bytes)
+            resident = n_bytes / _token_seconds(engine, session)
         lines = {line.name: line.peak_bytes for line in engine.stats().ledger.lines}
-    # What is kept should not depend on what else the machine did meanwhile.
-    undisturbed_s = statistics.quantiles(seconds, n=4)[0]
-    return Compute(n_bytes / undisturbed_s, lines["activations"])
+    return Compute(paged, resident, lines["activations"])
 
 
-def _kept(prospect: Prospect, paged: bool) -> Compute | None:
+def _token_seconds(engine: Engine, session: Session) -> float:
+    """Of one token, waits for reads left out, and what else the machine did meanwhile."""
+    seconds: list[float] = []
+    session.reset()
+    deadline = time.perf_counter() + _DECODE_S
+    while len(seconds) < _N_TOKENS and (len(seconds) < 4 or time.perf_counter() < deadline):
+        start, blocked_s = time.perf_counter(), engine.pager_counters().blocked_s
+        session.prefill([len(seconds)])
+        waited_s = engine.pager_counters().blocked_s - blocked_s
+        seconds.append(max(time.perf_counter() - start - waited_s, 1e-9))
+    return statistics.quantiles(seconds, n=4)[0]
+
+
+def _kept(prospect: Prospect, fits: bool) -> Compute | None:
     try:
-        return Compute(**json.loads(_file(prospect, paged).read_text()))
+        return Compute(**json.loads(_file(prospect, fits).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _file(prospect: Prospect, paged: bool) -> Path:
-    """A name for the model, for where its parts compute and with what, and for how."""
+def _file(prospect: Prospect, fits: bool) -> Path:
+    """A name for the model, for where its parts compute and with what."""
     key = (
         prospect.container.metadata["source"]["sha256"],
         [(part.device, part.mode == STREAMED) for part in prospect.plan.assignments],
         choose("cpu")[1],
         prospect.n_threads,
         prospect.kv_dtype,
-        paged,
+        fits,
     )
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
     return cache_dir() / "rates" / f"{digest}.json"

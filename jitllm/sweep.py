@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jitllm.engine import Engine
 from jitllm.errors import UsageError
-from jitllm.outlook import Outlook, measured, outlook, predict
+from jitllm.outlook import Outlook, outlook, predict
 from jitllm.prospect import Prospect
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def _budgets(prospect: Prospect, n_points: int) -> list[int]:
 
 
 def _looks(prospect: Prospect, budgets: list[int], say: Say) -> list[Outlook]:
-    """The outlook of each budget, with the disk measured once and both ways of computing too."""
-    largest = _with_budget(prospect, budgets[-1])
-    measured(largest, predict(largest).now.page_ins > 0, say)
+    """The outlook of each budget, with the machine measured once."""
     first = outlook(_with_budget(prospect, budgets[0]), say)
     seen = (_with_budget(prospect, budget) for budget in budgets)
     return [replace(first, prospect=s, forecast=predict(s, first.rates)) for s in seen]

@@ -128,6 +128,15 @@ def test_a_resident_token_takes_its_bytes_over_the_resident_rate(container):
     assert predict(seen, RATES).whole.seconds == pytest.approx(n_bytes / 8e6)
 
 
+def test_pages_that_stay_compute_at_the_resident_rate_and_others_at_the_paged_one(container):
+    found = predict(ahead(container, smallest(container)), Rates(1e15, 4e6, 8e6))
+    while found.now.page_ins:
+        cost, whole = found.now, sum(container.pages[p].n_bytes for p in ahead(container).cycle)
+        expected = cost.bytes_read / 4e6 + (whole - cost.bytes_read) / 8e6
+        assert cost.seconds == pytest.approx(expected, rel=1e-3)
+        found = predict(ahead(container, found.up.budget_bytes), Rates(1e15, 4e6, 8e6))
+
+
 def test_a_paged_token_takes_at_least_the_time_of_its_reads(container):
     found = predict(ahead(container, smallest(container)), RATES).now
     assert found.seconds >= found.bytes_read / 1e6
