@@ -10,6 +10,7 @@ Here model, paging, placement and text meet; none of them knows the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 
 from jitllm.catalog import cache_dir, resolve
-from jitllm.errors import UsageError
+from jitllm.errors import JitllmError, UsageError
 from jitllm.executor import Executor, Feed
 from jitllm.kernels.ops import set_threads
 from jitllm.model.kvcache import DTYPES, KVCache, empty_cache
@@ -29,11 +30,11 @@ from jitllm.paging.budget import Charge, Ledger, LedgerReport, peak_rss_bytes, r
 from jitllm.paging.container import Container
 from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
-from jitllm.placement.devices import HOST
+from jitllm.placement.devices import HOST, find_device
 from jitllm.placement.plan import RESIDENT, Plan
 from jitllm.placement.rules import Profile, override
 from jitllm.prospect import Prospect, devices_of, look_ahead
-from jitllm.reports import DeviceReport, MemoryReport
+from jitllm.reports import DeviceReport, MemoryReport, PartReport
 from jitllm.residence import Residence, page_layout
 from jitllm.sampling import SamplingParams
 from jitllm.session import Generation, Session
@@ -67,6 +68,10 @@ class EngineStats:
     moves: dict[str, int]
     """Blocks that were `moved`, `sent_home`, `returned` or `grown` so far."""
     steps_compiled: int
+    device_seconds: dict[str, float]
+    """Time of all passes, by the id of the device that had the activations."""
+    last_pass: dict[str, int]
+    """Blocks run in the last pass, by device id."""
 
 
 class Engine:
@@ -94,7 +99,14 @@ class Engine:
             cycle=prospect.cycle,
         )
         self._residence = Residence(container, self._pager, self.devices, self.config, self.ledger)
-        self._residence.follow(whole)
+        try:
+            with ExitStack() as undo:
+                self._residence.prepare(whole, undo)
+                undo.pop_all()
+        except BaseException:
+            self._pager.close()
+            raise
+        self._residence.settle(whole)
         dense = self._pager.dense_frame
         self._executor = Executor(
             self.config,
@@ -106,7 +118,13 @@ class Engine:
             self._gate,
         )
         self._mover = Mover(
-            self._executor, self._residence, self._gate, self._sessions, prospect.kv_sizes
+            self._executor,
+            self._residence,
+            self._gate,
+            self._sessions,
+            prospect.kv_sizes,
+            prospect.first_capacity,
+            gives_way=self.profile.relocate or grow,
         )
         self._grow = grow
         self.tokenizer = Tokenizer(container.metadata["tokenizer"])
@@ -123,7 +141,7 @@ class Engine:
         vram: int | None = None,
         grow: bool = False,
         max_seq: int | None = None,
-        kv: str = "f16",
+        kv: str | None = None,
         threads: int | None = None,
         process_limit: int | str | None = None,
         check_hashes: bool = True,
@@ -137,16 +155,19 @@ class Engine:
         `profile` says what goes on them, `vram` is the budget of those without one of their own;
         with `grow` they take more of the host's blocks while they have room.
         `max_seq` is the context in tokens (None: the model's, at most 4096), `kv` the type of the
-        cache, `f16` or `f32`, `threads` the CPU's (None: its physical cores). `process_limit` is
-        what weights, KV and all else in the ledger may take together. `say` hears what takes time,
-        `progress` how far it is. JitllmError says in one sentence why it cannot be.
+        cache, `f16` or `f32` (None: the profile's), `threads` the CPU's (None: its physical
+        cores). `process_limit` is what weights, KV and all else in the ledger may take together.
+        `say` hears what takes time, `progress` how far it is. JitllmError says in one sentence
+        why it cannot be.
         """
+        budget_bytes = parse_size(maxmem) if isinstance(maxmem, str) else maxmem
+        profile = override(profile or Profile(), devices=devices, kv_dtype=kv)
+        kv = profile.kv_dtype
         if kv not in DTYPES:
             raise UsageError(f"kv is {kv!r}; it can be {' or '.join(DTYPES)}")
         budget_bytes, limit_bytes = (
             parse_size(size) if isinstance(size, str) else size for size in (maxmem, process_limit)
         )
-        profile = override(profile or Profile(), devices=devices)
         opened = devices_of(profile, vram)
         quiet: Callable[..., None] = lambda *_: None  # noqa: E731
         path = resolve(str(model), say=say or quiet, progress=progress or quiet)
@@ -219,17 +240,22 @@ class Engine:
     def session(self) -> Session:
         """A conversation of its own, with its KV cache allocated; close it after use."""
         capacity = self._prospect.first_capacity
-        if self.profile.relocate:
-            self._mover.relocate(capacity)
-        session = Session(self, *self._empty_kv(capacity), capacity)
-        self._sessions.add(session)
-        return session
+        with self._gate.change():
+            self._mover.fit(capacity)
+            try:
+                session = Session(self, *self._empty_kv(capacity), capacity)
+            except BaseException:
+                self._mover.fit()
+                raise
+            self._sessions.add(session)
+            return session
 
     def closed(self, session: Session) -> None:
         """A session gave back its caches: what left a device for them may return."""
         self._sessions.discard(session)
-        if self.profile.relocate:
-            self._mover.relocate()
+        # What cannot return stays where it is, and where that fails the next pass will say so.
+        with suppress(JitllmError):
+            self._mover.fit()
 
     def forward(self, feed: Feed, rows: str) -> np.ndarray:
         """Append the tokens of `feed`; the logits of its `last` row f32[V], or of `all` f32[T, V].
@@ -264,15 +290,16 @@ class Engine:
         Between two passes; the ids do not change. BudgetError with the missing bytes,
         DeviceError, or UsageError for a pinned block: nothing has moved then.
         """
-        self._mover.move(first, last, to)
+        self._mover.move(first, last, find_device(to.lower(), self.devices).id)
 
     def make_room(self, session: Session, n_tokens: int) -> None:
         """Let `session` hold `n_tokens`: its caches double until they do, and blocks give way."""
         if n_tokens > session.capacity:
             wanted = min(self.max_seq, max(n_tokens, 2 * session.capacity))
-            self._mover.relocate(wanted - session.capacity)
-            ledgers = [self._residence.kv_home(part)[1] for part in self.plan.blocks]
-            session.extend(wanted, self._prospect.kv_sizes(wanted), ledgers)
+            with self._gate.change():
+                self._mover.fit(wanted, session)
+                homes = [self._residence.kv_home(part) for part in self.plan.blocks]
+                session.extend(wanted, self._prospect.kv_sizes(wanted), homes)
         if self._grow:
             self._mover.grow()
 
@@ -287,13 +314,15 @@ class Engine:
         with self._gate.change():
             self._residence.forget_views()
             applied = self._pager.set_budget(budget_bytes)
+            self._mover.rebudget(budget_bytes)
             self._automatic = False
             return applied
 
     def memory_report(self) -> MemoryReport:
         """What the budget costs, before the first token."""
         pages, applied = self._prospect.container.pages, self._pager.applied()
-        blocks = self._prospect.container.pages_of("block")
+        all_blocks = self._prospect.container.pages_of("block")
+        blocks = [page for page in all_blocks if page in self._pager.cycle]
         moving = [self._pager.cycle[position] for position in self._pager.arrangement.moving]
         return MemoryReport(
             budget_bytes=applied.budget_bytes,
@@ -305,12 +334,19 @@ class Engine:
             n_pages=applied.n_pages,
             n_blocks=len(blocks),
             n_resident_blocks=min(len(blocks), applied.n_resident),
-            block_bytes=max(pages[page].n_bytes for page in blocks),
+            block_bytes=max(pages[page].n_bytes for page in all_blocks),
             page_ins_per_token=applied.page_ins_per_pass,
             page_in_bytes_per_token=sum(pages[page].n_bytes for page in moving),
             max_seq=self.max_seq,
             kernels=self.kernels,
+            placement=self._placement(),
+            n_asked_blocks=self.plan.n_asked_blocks,
+            n_device_blocks=self.plan.n_device_blocks,
         )
+
+    def _placement(self) -> tuple[PartReport, ...]:
+        rows = self.plan.explain() if len(self.devices) > 1 else ()
+        return tuple(PartReport(r.what, r.device, r.mode, r.declined) for r in rows)
 
     def stats(self) -> EngineStats:
         """Ledger and counters, now."""
@@ -330,26 +366,29 @@ class Engine:
             bytes_streamed=self._residence.bytes_streamed,
             moves=dict(self._mover.counts),
             steps_compiled=sum(p.steps.n_compiled for p in self._residence.places.values()),
+            device_seconds=dict(self._executor.seconds),
+            last_pass=dict(self._executor.last_pass),
         )
 
     def device_reports(self, before: EngineStats, after: EngineStats) -> list[DeviceReport]:
         """What each device has now, and did between the two; the host first."""
-        ran, streamed = (
+        ran, streamed, seconds = (
             {d: n - getattr(before, name).get(d, 0) for d, n in getattr(after, name).items()}
-            for name in ("blocks_executed", "bytes_streamed")
+            for name in ("blocks_executed", "bytes_streamed", "device_seconds")
         )
         placed = [block.device for block in self.plan.blocks]
-        ledgers = self._residence.ledgers
         return [
             DeviceReport(
-                device=device.id,
-                n_blocks=placed.count(device.id),
-                blocks_executed=ran.get(device.id, 0),
-                weights_bytes=ledgers[device.id].used("weights"),
-                kv_bytes=ledgers[device.id].used("kv"),
-                streamed_bytes=streamed.get(device.id, 0),
+                device=device,
+                n_blocks=placed.count(device),
+                blocks_executed=ran.get(device, 0),
+                weights_bytes=ledger.used("weights"),
+                kv_bytes=ledger.used("kv"),
+                streamed_bytes=streamed.get(device, 0),
+                peak_bytes=ledger.report().peak_bytes,
+                seconds=seconds.get(device, 0.0),
             )
-            for device in self.devices
+            for device, ledger in self._residence.ledgers.items()
         ]
 
     def residency(self) -> list[bool]:

@@ -7,6 +7,7 @@ kernels happens inside the operations, and the portable ones always go block by 
 Letters: T rows, B conversations, D width, V vocabulary, R rotated values.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from jitllm.kernels.tensor import QuantizedTensor
 from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import KVCache
 from jitllm.model.rope import frequencies, magnitude, rope_rows
+from jitllm.paging.budget import Ledger
 from jitllm.paging.container import Container
 from jitllm.paging.embedding import EmbeddingUnits
 from jitllm.paging.gate import StepGate
@@ -52,6 +54,7 @@ class Place:
     id: str
     store: HostStore | DeviceStore
     steps: Steps
+    ledger: Ledger
 
 
 class Executor:
@@ -79,9 +82,13 @@ class Executor:
         self._one_row = any(place.steps.ops.one_row for place in places.values())
         self.plan = plan
         """What the next pass follows; the stores hold what it needs."""
-        self._at = HOST
+        self._at, self._since_s = HOST, 0.0
         self.executed: Counter[str] = Counter()
         """Blocks run so far, by device id."""
+        self.last_pass: Counter[str] = Counter()
+        """Those of the last pass."""
+        self.seconds: Counter[str] = Counter()
+        """Time of all passes so far, by the device that had the activations."""
         self.n_seams = 0
         """Times that activations went from one device to another."""
 
@@ -102,7 +109,7 @@ class Executor:
             one = all(len(feed.ids) == 1 for feed in feeds)
             x, has_logits = self._blocks(feeds, with_head=one)
             if has_logits:
-                self._cross(HOST)
+                self._cross(HOST, x)
                 return np.asarray(x)
             last = 0 if one else len(feeds[0].ids) - 1
             return self._logits(np.asarray(x)[last : last + len(feeds)])
@@ -122,12 +129,27 @@ class Executor:
             cycle, head = self._pager.cycle, set(self._head_pages)
             pages = None if with_head else [page for page in cycle if page not in head]
             with self._pager.step(pages):
-                self._at = HOST
-                yield
+                self._at, self._since_s = HOST, time.perf_counter()
+                before = self.executed.copy()
+                try:
+                    yield
+                finally:
+                    self._clock()
+                    self.last_pass = self.executed - before
 
-    def _cross(self, device: str) -> None:
-        self.n_seams += device != self._at
-        self._at = device
+    def _cross(self, device: str, x: jax.Array | np.ndarray) -> None:
+        """Activations go to `device`. It cannot begin before they are there, so that waiting for
+        them here costs nothing, and each device's time is its own."""
+        if device != self._at:
+            jax.block_until_ready(x)
+            self._clock()
+            self.n_seams += 1
+            self._at = device
+
+    def _clock(self) -> None:
+        now_s = time.perf_counter()
+        self.seconds[self._at] += now_s - self._since_s
+        self._since_s = now_s
 
     def _chunks(self, feed: Feed) -> list[Feed]:
         return [
@@ -143,22 +165,30 @@ class Executor:
         has_logits = False
         for partition in self.plan.partitions:
             place = self._places[partition.device]
-            self._cross(place.id)
+            self._cross(place.id, x)
             if isinstance(x, jax.Array):
                 x = jax.device_put(x, place.store.device)
-            run = self._run(partition, place, few, with_head)
+            # The logits of many rows have no room in what a plan reckons for a step elsewhere.
+            fused = with_head and (place.id == HOST or len(feeds) == 1)
+            run = self._run(partition, place, few, fused)
             if run is not None:
-                x, has_logits = self._step(run, place, partition.first, x, feeds, rows)
+                x = self._step(run, place, partition.first, x, feeds, rows)
+                has_logits = bool(run.head)
                 continue
+            is_away = self.plan.blocks[partition.first].kv_device != place.id
             block = partition.first
             while block <= partition.last:
-                if run := self._staying(place, block, partition.last, few):
-                    x, _ = self._step(run, place, block, x, feeds, rows)
+                run = None if is_away else self._staying(place, block, partition.last, few)
+                if run is not None:
+                    x = self._step(run, place, block, x, feeds, rows)
                     block += len(run.specs)
                     continue
-                with place.store.hold(self._pages[block]) as (weights, settle):
+                with (
+                    place.store.hold(self._pages[block]) as (weights, settle),
+                    self._visit(block, place, feeds),
+                ):
                     run = self._run_of(place, block, [weights])
-                    x, _ = self._step(run, place, block, x, feeds, rows)
+                    x = self._step(run, place, block, x, feeds, rows)
                     settle(x)
                 block += 1
         return x, has_logits
@@ -186,6 +216,8 @@ class Executor:
         # nothing: a step of 512 rows takes too long for its dispatch to matter.
         if self._one_row or not (few or partition.device != HOST):
             return None
+        if self.plan.blocks[partition.first].kv_device != place.id:
+            return None
         weights = place.store.resident()
         if weights is None or partition.mode == STREAMED:
             return None
@@ -210,28 +242,43 @@ class Executor:
         x: jax.Array,
         feeds: Sequence[Feed],
         rows: Rows,
-    ) -> tuple[jax.Array, bool]:
-        """One compiled step from block `first` on: (its result, whether that is logits)."""
+    ) -> jax.Array:
+        """One compiled step from block `first` on: its result."""
         blocks = range(first, first + len(run.specs))
-        kvs = [tuple(self._cache(feed.kvs[i], place) for feed in feeds) for i in blocks]
+        kvs = [tuple(feed.kvs[block] for feed in feeds) for block in blocks]
         x, kvs = place.steps.run(run, x, kvs, rows)
         for block, caches in zip(blocks, kvs, strict=True):
-            home = self._places[self.plan.blocks[block].kv_device]
             for feed, cache in zip(feeds, caches, strict=True):
-                feed.kvs[block] = self._cache(cache, home)
+                feed.kvs[block] = cache
         self.executed[place.id] += len(blocks)
-        return x, bool(run.head)
+        return x
 
-    def _cache(self, kv: KVCache, place: Place) -> KVCache:
-        """A cache on the device of `place`: itself where it is there already."""
-        device = place.store.device
-        return kv if kv[0].device == device else jax.device_put(kv, device)
+    @contextmanager
+    def _visit(self, block: int, place: Place, feeds: Sequence[Feed]) -> Iterator[None]:
+        """Caches of a block that lie elsewhere are with `place` inside, and then at home again;
+        where the step fails, as they were."""
+        home = self._places[self.plan.blocks[block].kv_device]
+        if home is place:
+            yield
+            return
+        kvs = [feed.kvs[block] for feed in feeds]
+        charge = place.ledger.charge("kv", sum(array.nbytes for kv in kvs for array in kv))
+        try:
+            for feed, kv in zip(feeds, kvs, strict=True):
+                feed.kvs[block] = jax.device_put(kv, place.store.device)
+            yield
+            visitors = [feed.kvs[block] for feed in feeds]
+            kvs = jax.block_until_ready(jax.device_put(visitors, home.store.device))
+        finally:
+            for feed, kv in zip(feeds, kvs, strict=True):
+                feed.kvs[block] = kv
+            charge.release()
 
     def _logits(self, x: np.ndarray) -> np.ndarray:
         """f32[T, V] of x[T, D], slab by slab; each slab is held once."""
         out = np.empty((len(x), self._config.n_vocab), np.float32)
         first, place = 0, self._places[self.plan.head.device]
-        self._cross(place.id)
+        self._cross(place.id, x)
         pages = list(self._head_pages)
         while pages:
             if slabs := self._staying_slabs(place, pages[:SLABS]):
@@ -241,7 +288,7 @@ class Executor:
             with place.store.hold(pages[0]) as (weights, settle):
                 first = self._head(x, out, first, tuple(weights.values()), place, pages, settle)
             del pages[0]
-        self._cross(HOST)
+        self._cross(HOST, out)
         return out
 
     def _staying_slabs(self, place: Place, pages: Sequence[int]) -> tuple[QuantizedTensor, ...]:
@@ -282,6 +329,8 @@ class Executor:
 
     def _norm_on(self, place: Place) -> jax.Array:
         if place.id not in self._norms:
+            if place.id != HOST:  # where it is part of the dense page
+                place.ledger.charge("weights", self._norm.nbytes)
             self._norms[place.id] = jax.device_put(self._norm, place.store.device)
         return self._norms[place.id]
 
@@ -289,8 +338,11 @@ class Executor:
         """(x[T, D], what else a pass needs): the embedding of the new tokens, where they stand."""
         ids = [token for feed in feeds for token in feed.ids]
         x = np.zeros((n_rows, self._config.width), np.float32)
-        for batch in self._pager.embedding(ids):
-            x[batch.tokens] = self._embedding_rows(batch)
+        if self.plan.embed is None or self.plan.embed.device == HOST:
+            for batch in self._pager.embedding(ids):
+                x[batch.tokens] = self._embedding_rows(batch)
+        else:
+            x[: len(ids)] = self._look_up(ids, n_rows, self._places[self.plan.embed.device])
         x *= np.float32(self._config.embedding_scale)
         each = n_rows // len(feeds)
         positions = np.concatenate([f.position + np.arange(each) for f in feeds])
@@ -298,6 +350,17 @@ class Executor:
         spans = [np.array([f.position, len(f.ids)], np.int32) for f in feeds]
         whole = np.array([feeds[0].position, len(ids)], np.int32)
         return x, Rows(tuple(ropes), whole, tuple(spans))
+
+    def _look_up(self, ids: Sequence[int], n_rows: int, place: Place) -> np.ndarray:
+        """f32[tokens, D] of an embedding that lies on `place`. Its rows come to the host as they
+        are, and become numbers there, with the bits of any other placement."""
+        (page,) = self._container.pages_of("embed")
+        padded = np.zeros(n_rows, np.int32)
+        padded[: len(ids)] = ids
+        (table,) = place.store.resident()[page].values()
+        rows = np.asarray(place.steps.look_up(table, padded))[: len(ids)]
+        qtype = QTYPES[self._container.embedding.slabs[0].qtype]
+        return qtype.dequantise_rows(rows, self._config.width)
 
     def _embedding_rows(self, batch: EmbeddingUnits) -> np.ndarray:
         """f32[tokens, D]: the rows that one batch of look-ups brought."""

@@ -1,12 +1,14 @@
 """What an engine will be, from the container's head and the machine: no weight is read, nothing of
 the model's size is allocated. The engine is made from it, and `jitllm plan` shows it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jitllm.errors import BudgetError, FormatError, UsageError
 from jitllm.executor import CHUNK_TOKENS
+from jitllm.kernels.ops import choose
 from jitllm.model.config import ModelConfig
 from jitllm.model.kvcache import kv_bytes
 from jitllm.paging import policy
@@ -100,11 +102,24 @@ class Prospect:
 
     @property
     def workspace_bytes(self) -> int:
-        """The most that a prefill step's activations take on a device, from their shapes: beside
-        the residual, what a product reads and writes."""
+        """The most that a step's activations take on a device, from their shapes: of a prefill,
+        the residual as it comes and goes and what a product reads and writes, or one row's logits
+        twice; where the portable operations run, a block's weights and its cache as f32 too."""
         c, a = self.config, self.config.blocks[0].attention
         heads = (a.n_heads + 2 * a.n_kv_heads) * a.head_dim
-        return 4 * CHUNK_TOKENS * (3 * c.width + 2 * max(c.ff_width, heads)) + _STEP_BYTES
+        row = 4 * c.width + 2 * max(c.ff_width, heads) + sum(rope.dim for rope in c.ropes)
+        n_bytes = max(4 * CHUNK_TOKENS * row, 8 * c.n_vocab) + _STEP_BYTES
+        if any(choose(device.platform)[0].one_row for device in self.devices[1:]):
+            n_bytes += 4 * _most_weights(self.container)
+            n_bytes += max(kv_bytes(block.attention, self.max_seq, "f32") for block in c.blocks)
+        return n_bytes
+
+
+def _most_weights(container: Container) -> int:
+    """Of all blocks and slabs of the head, the most that one has."""
+    pages = (*container.pages_of("block"), *container.pages_of("head"))
+    tensors = (container.on_page(page).values() for page in pages)
+    return max(sum(math.prod(tensor.shape) for tensor in each) for each in tensors)
 
 
 def devices_of(profile: Profile, vram: int | None = None) -> list[Device]:

@@ -1,6 +1,23 @@
 """What the engine says about itself: plain data, measured, nothing estimated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from jitllm.placement.devices import HOST
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """Neighbouring parts of the model in one place."""
+
+    what: str
+    """`blocks 0-2`, `head`, ..."""
+    device: str
+    mode: str
+    """`resident`, `streamed`, `paged`, or `by rows`."""
+    declined: str
+    """What the device lacks where it was wanted; empty where it is."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,12 @@ class MemoryReport:
     page_in_bytes_per_token: int
     max_seq: int
     kernels: str
+    placement: tuple[PartReport, ...] = ()
+    """Where there are devices besides the host."""
+    n_asked_blocks: int = 0
+    """Blocks that rules or `-gpu-layers` wanted on devices."""
+    n_device_blocks: int = 0
+    """Blocks that are there, asked for or not."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +65,10 @@ class DeviceReport:
     kv_bytes: int
     streamed_bytes: int
     """Uploaded through its slots for this reply."""
+    peak_bytes: int = 0
+    """The most that weights, KV, slots and activations ever took there."""
+    seconds: float = 0.0
+    """Of the reply's passes, the time that it had the activations."""
 
 
 @dataclass
@@ -75,3 +102,32 @@ class GenerationReport:
     """The host first."""
     seams_per_token: float = 0.0
     """How often activations changed device for a decoded token."""
+    last_pass: dict[str, int] = field(default_factory=dict)
+    """Blocks run in its last pass, by device."""
+
+
+def reply_cost(
+    *,
+    last_pass: Mapping[str, int],
+    page_ins: int,
+    bytes_read: int,
+    read_wait_s: float,
+    budget_bytes: int,
+    prefill_s: float,
+    decode_s: float,
+    decode_tokens_per_second: float,
+) -> dict[str, Any]:
+    """The object `jitllm` of a reply: where it ran, as counted in its last pass, and its cost."""
+    elsewhere = {device: n for device, n in last_pass.items() if device != HOST and n}
+    return {
+        "device_blocks": sum(elsewhere.values()),
+        "host_blocks": last_pass.get(HOST, 0),
+        "device_ids": sorted(elsewhere),
+        "page_ins": page_ins,
+        "bytes_read": bytes_read,
+        "read_wait_ms": round(1e3 * read_wait_s, 3),
+        "budget_bytes": budget_bytes,
+        "prefill_ms": round(1e3 * prefill_s, 3),
+        "decode_ms": round(1e3 * decode_s, 3),
+        "decode_tokens_per_second": round(decode_tokens_per_second, 2),
+    }

@@ -7,7 +7,9 @@ them into pieces of text as they come.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,11 +18,12 @@ import numpy as np
 
 from jitllm.errors import UsageError
 from jitllm.executor import Feed
-from jitllm.model.kvcache import KVCache, copy_in, copy_out, extended
+from jitllm.model.kvcache import KVCache, copy_in, copy_out, resized
 from jitllm.model.sampler import make_rng, sample
 from jitllm.paging.budget import Charge, Ledger, peak_rss_bytes
 from jitllm.reports import GenerationReport
 from jitllm.sampling import SamplingParams
+from jitllm.stores import taking
 from jitllm.text import StopFilter, StreamDecoder
 
 if TYPE_CHECKING:
@@ -39,12 +42,19 @@ class Snapshot:
         """Bytes of all blocks."""
         return sum(k.nbytes + v.nbytes for k, v in self.blocks)
 
+    @property
+    def n_positions(self) -> int:
+        """Positions of each block's keys and values: those of the tokens, and some behind them."""
+        return self.blocks[0][1].shape[1]
+
 
 class Session:
     """A KV cache of `max_seq` tokens and what is in it. Made by `Engine.session`."""
 
     def __init__(self, engine: Engine, kvs: list[KVCache], charges: list[Charge], capacity: int):
         self._engine, self._kvs, self._charges = engine, kvs, charges
+        # One that is forgotten rather than closed gives its bytes back too.
+        weakref.finalize(self, _release, charges).atexit = False
         self.capacity = capacity
         """Tokens that the caches hold as they are; `Engine.max_seq` is where they end to grow."""
         self._messages: list[dict[str, str]] = []
@@ -69,8 +79,7 @@ class Session:
     def close(self) -> None:
         """Give the KV cache back."""
         self._kvs.clear()
-        for charge in self._charges:
-            charge.release()
+        _release(self._charges)
         self.capacity = 0
         self._engine.closed(self)
 
@@ -106,18 +115,30 @@ class Session:
         self._engine.make_room(self, len(self.tokens) + len(ids))
         return Feed(ids, self._kvs, len(self.tokens))
 
-    def extend(self, capacity: int, sizes: Sequence[int], ledgers: Sequence[Ledger]) -> None:
+    def extend(
+        self, capacity: int, sizes: Sequence[int], homes: Sequence[tuple[jax.Device, Ledger]]
+    ) -> None:
         """Make the caches hold `capacity` tokens, block by block and by way of the host, so that a
-        device never holds a block's old and new cache at once."""
-        for block, (n_bytes, ledger) in enumerate(zip(sizes, ledgers, strict=True)):
-            old = self._kvs[block]
-            device, (k, v) = old[0].device, copy_out(old, len(self.tokens))
-            for array in old:
-                array.delete()
-            self._charges[block].release()
-            self._charges[block] = ledger.charge("kv", n_bytes)
-            self._kvs[block] = jax.device_put(extended((k, v), capacity), device)
+        device never holds a block's old and new cache at once. Where it fails, none has changed."""
+        before = [charge.n_bytes for charge in self._charges]
+        try:
+            for block, n_bytes in enumerate(sizes):
+                self._resize(block, capacity, n_bytes, *homes[block])
+        except BaseException:
+            for block, n_bytes in enumerate(before):
+                self._resize(block, self.capacity, n_bytes, *homes[block])
+            raise
         self.capacity = capacity
+
+    def _resize(
+        self, block: int, capacity: int, n_bytes: int, device: jax.Device, ledger: Ledger
+    ) -> None:
+        # Here the device's arrays are let go; until it has new ones the cache is on the host.
+        self._kvs[block] = resized(self._kvs[block], capacity)
+        self._charges[block].release()
+        self._charges[block] = ledger.charge("kv", n_bytes)
+        with taking(str(device)):
+            self._kvs[block] = jax.block_until_ready(jax.device_put(self._kvs[block], device))
 
     def snapshot(self, n_tokens: int | None = None) -> Snapshot:
         """A copy of the first `n_tokens` (None: all) of the conversation; between two passes."""
@@ -126,18 +147,33 @@ class Session:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Begin again with the tokens of a snapshot of the same model and context length."""
-        n_positions = snapshot.blocks[0][1].shape[1]
-        self._engine.make_room(self, min(n_positions, self._engine.max_seq))
+        self.truncate(0)
+        self._engine.make_room(self, min(snapshot.n_positions, self._engine.max_seq))
         for block, (k, v) in enumerate(snapshot.blocks):
             self._kvs[block] = copy_in(self._kvs[block], k, v)
         self.tokens[:] = snapshot.tokens
 
-    def move_kv(self, block: int, device: jax.Device, ledger: Ledger) -> None:
-        """Bring one block's cache to another device; between two passes."""
+    def move(self, first: int, last: int, to: str) -> None:
+        """`Engine.move`: blocks are the engine's, and the KV of all its sessions goes along."""
+        self._engine.move(first, last, to)
+
+    def copy_kv(
+        self, block: int, device: jax.Device, ledger: Ledger, undo: ExitStack
+    ) -> Callable[[], None]:
+        """Copy one block's cache to another device, where `ledger` counts it; between two passes.
+
+        What is returned puts the copy in the cache's place; or else `undo` gives it back.
+        """
         charge = ledger.charge("kv", self._charges[block].n_bytes)
-        self._kvs[block] = jax.block_until_ready(jax.device_put(self._kvs[block], device))
-        self._charges[block].release()
-        self._charges[block] = charge
+        undo.callback(charge.release)
+        copy = jax.block_until_ready(jax.device_put(self._kvs[block], device))
+        undo.callback(lambda: [array.delete() for array in copy])
+
+        def put() -> None:
+            self._charges[block].release()
+            self._kvs[block], self._charges[block] = copy, charge
+
+        return put
 
     def generate(
         self,
@@ -176,6 +212,11 @@ class Session:
 
     def _remember(self, messages: list[dict[str, str]], reply: str) -> None:
         self._messages = [*messages, {"role": "assistant", "content": reply}]
+
+
+def _release(charges: list[Charge]) -> None:
+    for charge in charges:
+        charge.release()
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -291,3 +332,4 @@ class Generation:
         report.resident_bytes = stats.resident_bytes
         report.peak_rss_bytes = peak_rss_bytes()
         report.devices = self._engine.device_reports(before, stats)
+        report.last_pass = stats.last_pass

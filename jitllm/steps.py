@@ -50,7 +50,8 @@ class Steps:
     """The steps of one model on one device, by one set of operations."""
 
     def __init__(self, config: ModelConfig, ops: Ops, on_compile: Callable[[int], None]):
-        """`on_compile` is told the bytes of temporaries of the largest step so far."""
+        """`on_compile` is told the bytes of activations of the largest step so far; a step that
+        it raises for does not run."""
         self._config, self.ops, self._on_compile = config, ops, on_compile
         self._compiled: dict[Hashable, Any] = {}
         self._largest_bytes = 0
@@ -70,7 +71,8 @@ class Steps:
         shapes = tuple(group[0].shape for group in kvs[0])
         key = ("run", run.signature, x.shape, shapes)
         if key not in self._compiled:
-            self._compile(key, jax.jit(self._run_step(run.specs), donate_argnums=2), args)
+            step = jax.jit(self._run_step(run.specs), donate_argnums=2)
+            self._compile(key, step, args, (x, rows.ropes))
         return self._compiled[key](*args)
 
     def head(self, signature: Hashable, x, slabs: tuple, norm, span) -> tuple[jax.Array, ...]:
@@ -78,8 +80,16 @@ class Steps:
         args = (x, slabs, norm, span)
         key = ("head", signature, x.shape)
         if key not in self._compiled:
-            self._compile(key, jax.jit(self._head_step), args)
+            self._compile(key, jax.jit(self._head_step), args, x)
         return self._compiled[key](*args)
+
+    def look_up(self, table: jax.Array, ids: np.ndarray) -> jax.Array:
+        """uint8[T, row bytes]: rows i32[T] of a table uint8[V, row bytes]."""
+        key = ("look up", ids.shape)
+        if key not in self._compiled:
+            rows = jax.jit(lambda table, ids: jnp.take(table, ids, axis=0))
+            self._compile(key, rows, (table, ids), ids)
+        return self._compiled[key](table, ids)
 
     def _head_step(self, x, slabs, norm, span):
         config = self._config
@@ -107,10 +117,11 @@ class Steps:
 
         return run
 
-    def _compile(self, key: Hashable, step: Any, args: tuple) -> None:
+    def _compile(self, key: Hashable, step: Any, args: tuple, given: Any) -> None:
+        """`given` are the arguments that are made for each call and have no place of their own."""
         compiled = step.lower(*args).compile()
-        self._compiled[key] = compiled
         memory = compiled.memory_analysis()
         own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        self._largest_bytes = max(self._largest_bytes, own)
-        self._on_compile(self._largest_bytes)
+        largest = max(self._largest_bytes, own + sum(x.nbytes for x in jax.tree.leaves(given)))
+        self._on_compile(largest)
+        self._compiled[key], self._largest_bytes = compiled, largest

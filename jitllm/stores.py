@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jitllm.errors import DeviceError
 from jitllm.model.weights import TensorView, weight_views
 from jitllm.paging.frames import Frame
 from jitllm.paging.pager import Pager
@@ -94,6 +95,11 @@ class DeviceStore:
         weights = weight_views(data, self.layouts[page], self.device, copy=True)
         self._pages[page] = jax.block_until_ready(weights)
 
+    def put_table(self, page: int, rows: np.ndarray) -> None:
+        """Upload the rows of an embedding, uint8[V, row bytes], to stay."""
+        copy = jax.device_put(rows.copy(), self.device)
+        self._pages[page] = {"token_embd": jax.block_until_ready(copy)}
+
     def resize(self, n_slots: int) -> None:
         """Have so many slots from now on, all of them empty."""
         while self._slots:
@@ -134,6 +140,16 @@ class DeviceStore:
         result, weights = self._slots.popleft()
         result.block_until_ready()
         _free(weights)
+
+
+@contextmanager
+def taking(device: str) -> Iterator[None]:
+    """What goes to a device inside: DeviceError where it cannot, as when others use its memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error).strip().partition("\n")[0]
+        raise DeviceError(f"{device} did not take what was put on it: {why}") from error
 
 
 def _free(weights: Weights) -> None:

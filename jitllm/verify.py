@@ -60,9 +60,9 @@ def verify(model: str, text: str | Sequence[int] = DEFAULT_TEXT, **options: Any)
     with Engine.open(model, **options) as engine:
         ids = engine.tokenize(text) if isinstance(text, str) else list(text)
         ids = ids[: engine.max_seq]
-        placed, stats = engine.logits(ids), engine.stats()
+        placed, stats, kv = engine.logits(ids), engine.stats(), engine.profile.kv_dtype
     alone = {k: v for k, v in options.items() if k not in ("profile", "vram", "grow")}
-    with Engine.open(model, **alone | {"devices": "cpu"}) as engine:
+    with Engine.open(model, **alone | {"devices": "cpu", "kv": kv}) as engine:
         host = engine.logits(ids)
     return Verification(compare(ids, host, placed), stats.blocks_executed, stats.n_seams)
 

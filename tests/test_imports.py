@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "jitllm.errors": [],
     "jitllm.units": [],
     "jitllm.sampling": [],
-    "jitllm.reports": [],
+    "jitllm.reports": ["jitllm.placement.devices"],
     "jitllm.download": [],
     "jitllm.gguf_file": [],
     "jitllm.kernels": ["jitllm.kernels"],

@@ -49,13 +49,15 @@ def copy_out(kv: KVCache, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(kv[0][:, : n // TILE]), np.array(kv[1][:, :n])
 
 
-def extended(kv: tuple[np.ndarray, np.ndarray], max_seq: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `copy_out` gave, with room behind it: a whole cache for `max_seq` tokens."""
-    seq, (k, v) = capacity(max_seq), kv
-    more_k, more_v = seq // TILE - k.shape[1], seq - v.shape[1]
+def resized(kv: KVCache, max_seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """A whole cache for `max_seq` tokens, on the host: `kv` with room behind it, or cut off."""
+    k, v = (np.asarray(array) for array in kv)
+    seq = capacity(max_seq)
+    k, v = k[:, : seq // TILE], v[:, :seq]
+    more = seq - v.shape[1]
     return (
-        np.pad(k, ((0, 0), (0, more_k), (0, 0), (0, 0))),
-        np.pad(v, ((0, 0), (0, more_v), (0, 0))),
+        np.pad(k, ((0, 0), (0, more // TILE), (0, 0), (0, 0))),
+        np.pad(v, ((0, 0), (0, more), (0, 0))),
     )
 
 

@@ -70,8 +70,15 @@ class Ledger:
     is never lent to another.
     """
 
-    def __init__(self, limit_bytes: int | None = None):
-        self.limit_bytes = limit_bytes
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        whose: str = "the process",
+        remedy: str = "lower another budget or raise --process-limit",
+    ):
+        """`whose` memory it is, and the `remedy` for too little of it, are for the sentence of the
+        error."""
+        self.limit_bytes, self._whose, self._remedy = limit_bytes, whose, remedy
         self._budgets: dict[str, int | None] = dict.fromkeys(LINES)
         self._used, self._peaks = dict.fromkeys(LINES, 0), dict.fromkeys(LINES, 0)
         self._peak_sum = 0
@@ -117,8 +124,8 @@ class Ledger:
         total = sum(others) + claim
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise BudgetError(
-                f"{line} would bring the process to {format_size(total)} of its limit of "
-                f"{format_size(self.limit_bytes)}; lower another budget or raise --process-limit",
+                f"{line} would bring {self._whose} to {format_size(total)} of its limit of "
+                f"{format_size(self.limit_bytes)}; {self._remedy}",
                 total,
             )
 

@@ -300,7 +300,8 @@ class Pager:
         )
         self.budget_bytes, self.arrangement = budget_bytes, arrangement
         self.generation += 1
-        self._reclaim(budget_bytes)
+        in_frames = sum(frame.n_bytes for frame in self._frames.frames)
+        self._reclaim(in_frames + lookup_bytes(self.container))
         return evicted
 
     def _reclaim(self, budget_bytes: int) -> None:

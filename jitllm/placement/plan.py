@@ -53,7 +53,7 @@ class Assignment:
     pinned: bool = False
     declines: tuple[Decline, ...] = ()
     home_from: tuple[str, str] | None = None
-    """Device and mode to which it returns when there is room; see `planner.relocate`."""
+    """Device and mode to which it returns when there is room; see `changes.relocate`."""
 
     @property
     def name(self) -> str:
@@ -81,6 +81,8 @@ class DeviceUse:
     n_slots: int = 0
     workspace_bytes: int = 0
     """Activations of one step."""
+    visiting_kv_bytes: int = 0
+    """The largest cache that comes from elsewhere for its block's step, and goes home after it."""
 
     @property
     def n_bytes(self) -> int:
@@ -98,8 +100,8 @@ class DeviceUse:
     def _needed_bytes(self) -> int:
         if self.device == HOST:
             return self.weights_bytes
-        slots_bytes = self.slot_bytes * self.n_slots
-        return self.weights_bytes + self.kv_bytes + slots_bytes + self.workspace_bytes
+        moving_bytes = self.slot_bytes * self.n_slots + self.visiting_kv_bytes
+        return self.weights_bytes + self.kv_bytes + moving_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,12 @@ class Tally:
             on[part.kv_device] = replace(kv, kv_bytes=kv.kv_bytes + part.kv_bytes)
         use = on[part.device]
         if part.device != HOST:
-            use = replace(use, workspace_bytes=self.workspace_bytes)
+            away_bytes = part.kv_bytes if part.kv_device != part.device else 0
+            use = replace(
+                use,
+                workspace_bytes=self.workspace_bytes,
+                visiting_kv_bytes=max(use.visiting_kv_bytes, away_bytes),
+            )
         if part.mode == STREAMED:
             slot_bytes, n_slots = max(use.slot_bytes, part.n_bytes), max(use.n_slots, 1)
             use = replace(use, slot_bytes=slot_bytes, n_slots=n_slots)
@@ -186,7 +193,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything is. Immutable: `planner.move` and `planner.relocate` make new ones."""
+    """Where everything is. Immutable: the functions of `changes` make new ones."""
 
     assignments: tuple[Assignment, ...]
     """The blocks in order, then the head, then the embedding where it has pages of its own."""
@@ -257,8 +264,7 @@ class Plan:
     @property
     def n_seams(self) -> int:
         """How often activations cross from device to device in one pass, the host's ends too."""
-        stops = [self.embed.device if self.embed else HOST, *(b.device for b in self.blocks)]
-        stops += [self.head.device, HOST]
+        stops = [HOST, *(block.device for block in self.blocks), self.head.device, HOST]
         return sum(a != b for a, b in pairwise(stops))
 
     def use(self, device: str) -> DeviceUse:
@@ -310,7 +316,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _use_cells(use: DeviceUse) -> tuple[str, ...]:
     slots = f"{use.n_slots} x {format_size(use.slot_bytes)}" if use.n_slots else ""
-    kinds = _size(use.weights_bytes), _size(use.kv_bytes), slots, _size(use.workspace_bytes)
+    kv = _size(use.kv_bytes + use.visiting_kv_bytes)
+    kinds = _size(use.weights_bytes), kv, slots, _size(use.workspace_bytes)
     budget = "" if use.budget_bytes is None else format_size(use.budget_bytes)
     return use.device, *kinds, format_size(use.n_bytes), budget
 

@@ -154,10 +154,8 @@ class _Planner:
     def place_rest(self, parts: Sequence[Assignment]) -> None:
         """Put what no rule names: on the devices as far as it goes, or on the host."""
         n_layers, asked = self._profile.gpu_layers, self._profile.gpu_layers is not None
-        if n_layers and not self._targets:
-            raise UsageError(
-                f"-gpu-layers {n_layers} needs a device besides the host; name it with -devices"
-            )
+        if n_layers:
+            self._check_layers(n_layers, parts)
         named = any(rule.kind == "blocks" for rule in self._profile.rules)
         if self._targets and (asked or not named):
             text = f"-gpu-layers {n_layers}" if asked else AUTOMATIC
@@ -167,6 +165,20 @@ class _Planner:
         for part in parts:
             if part.name not in self._placed:
                 self._accept(part)
+
+    def _check_layers(self, n_layers: int, parts: Sequence[Assignment]) -> None:
+        """UsageError where `-gpu-layers` could not do anything."""
+        if not self._targets:
+            raise UsageError(
+                f"-gpu-layers {n_layers} needs a device besides the host; name it with -devices"
+            )
+        n_placed = sum(name.startswith("block") for name in self._placed)
+        takes_head = n_layers > n_placed and any(part.kind == "head" for part in parts)
+        if not (takes_head or any(part.kind == "block" for part in parts)):
+            raise UsageError(
+                f"-gpu-layers {n_layers} finds no block to place, the rules name them all; leave "
+                "out one or the other"
+            )
 
     def finish(self, parts: Sequence[Assignment]) -> Plan:
         """The plan, with `parts` in their order."""
@@ -253,87 +265,3 @@ def _refuse_declines(parts: Sequence[Assignment], tally: Tally) -> None:
         f"{format_size(smallest_bytes)}, or do without strict placement",
         smallest_bytes,
     )
-
-
-# Changes to a plan that is in force
-
-
-def move(plan: Plan, first: int, last: int, to: str) -> Plan:
-    """`plan` with blocks `first` to `last` resident on device `to` (an id), KV included.
-
-    UsageError for blocks that are not there or are pinned, DeviceError for a device that is not
-    open, BudgetError with the missing bytes where they do not fit. A device's use never exceeds
-    its budget while the blocks are copied one by one: slots are remade first, and the old place
-    lets go of a block after the new one has it.
-    """
-    n_blocks = len(plan.blocks)
-    if not 0 <= first <= last < n_blocks:
-        raise UsageError(f"blocks {first}-{last} are not there; the model has 0-{n_blocks - 1}")
-    if to not in plan.tally.uses:
-        raise DeviceError(f"{to} is not a device that is open ({', '.join(plan.tally.uses)})")
-    for block in plan.blocks[first : last + 1]:
-        if block.pinned:
-            raise UsageError(f"{block.name} is pinned to {block.device} by {block.rule}")
-    rule, mode = f"moved to {to}", PAGED if to == HOST else RESIDENT
-    parts = [
-        replace(part.at(to, mode, rule, plan.kv_place), declines=(), home_from=None)
-        if part.kind == "block" and first <= part.index <= last
-        else part
-        for part in plan.assignments
-    ]
-    tally = plan.tally.empty().add_all(parts).with_second_slots()
-    use = tally.uses[to]
-    if to != HOST and use.missing_bytes > 0:
-        raise BudgetError(
-            f"blocks {first}-{last} do not fit on {to}, which lacks "
-            f"{format_size(use.missing_bytes)}; nothing was moved",
-            use.n_bytes,
-        )
-    return Plan.of(parts, tally, plan.kv_place)
-
-
-def relocate(plan: Plan, kv: Sequence[int]) -> Plan:
-    """`plan` with the KV sizes `kv`: each device that cannot hold its own any more sends its last
-    blocks home, as few as can be; what went home before returns where there is room again.
-
-    BudgetError where pinned blocks leave a device too little.
-    """
-    parts = [_returned(part, kv, plan.kv_place) for part in plan.assignments]
-    while True:
-        tally = plan.tally.empty().add_all(parts).with_second_slots()
-        over = [use for use in tally.uses.values() if use.device != HOST and use.missing_bytes > 0]
-        if not over:
-            return Plan.of(parts, tally, plan.kv_place)
-        leaving = _last_to_leave(parts, over[0])
-        parts[leaving] = _sent_home(parts[leaving], over[0].missing_bytes)
-
-
-def _returned(part: Assignment, kv: Sequence[int], kv_place: str) -> Assignment:
-    if part.kind != "block":
-        return part
-    part = replace(part, kv_bytes=kv[part.index])
-    if part.home_from is None:
-        return part
-    part = part.at(*part.home_from, part.rule, kv_place)
-    return replace(part, home_from=None, declines=())
-
-
-def _sent_home(part: Assignment, missing_bytes: int) -> Assignment:
-    home_from, decline = (part.device, part.mode), Decline(part.device, missing_bytes, asked=False)
-    part = replace(part, home_from=home_from, declines=(decline,))
-    return replace(part, device=HOST, kv_device=HOST, mode=PAGED)
-
-
-def _last_to_leave(parts: Sequence[Assignment], use: DeviceUse) -> int:
-    movable = [
-        i
-        for i, part in enumerate(parts)
-        if part.kind == "block" and part.device == use.device and not part.pinned
-    ]
-    if not movable:
-        raise BudgetError(
-            f"{use.device} lacks {format_size(use.missing_bytes)} for its KV, and everything on "
-            "it is pinned",
-            use.n_bytes,
-        )
-    return movable[-1]

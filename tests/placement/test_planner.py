@@ -114,6 +114,14 @@ def test_gpu_layers_leave_alone_what_rules_name():
     assert _where(made) == "host cpu:1 cpu:1 host | host"
 
 
+def test_gpu_layers_beside_rules_that_name_every_block_are_refused():
+    sentence = "-gpu-layers 3 finds no block to place, the rules name them all; leave out one"
+    with pytest.raises(UsageError, match=sentence):
+        _plan("*=cpu:1", {"cpu_1": 900}, gpu_layers=3)
+    assert _plan("*=cpu:1", {"cpu_1": 900}, gpu_layers=5).head.device == "cpu:1"
+    assert _plan("*=cpu:1", {"cpu_1": 900}, gpu_layers=0).n_device_blocks == 4
+
+
 def test_gpu_layers_need_a_device():
     with pytest.raises(UsageError) as refusal:
         _plan(gpu_layers=2)
@@ -194,7 +202,7 @@ def test_a_slot_is_as_large_as_the_largest_page_that_passes_through():
 def test_kv_goes_with_its_block_or_stays_with_the_host():
     made = _plan("0-1=cpu:1", {"cpu_1": 220})
     assert (made.use("cpu:1").kv_bytes, made.use("host").kv_bytes) == (20, 20)
-    made = _plan("0-1=cpu:1", {"cpu_1": 200}, kv_place="host")
+    made = _plan("0-1=cpu:1", {"cpu_1": 210}, kv_place="host")
     assert _where(made) == "cpu:1 cpu:1 host host | host"
     assert (made.use("cpu:1").kv_bytes, made.use("host").kv_bytes) == (0, 40)
 
@@ -287,13 +295,13 @@ def test_a_plan_explains_every_part_in_runs():
         "declined",
         "blocks 0-1  cpu:1   resident          200 B  20 B on host  *=cpu:1 (-placement)",
         "block 2     host    paged             100 B  10 B          *=cpu:1 (-placement)   "
-        "cpu:1 lacks 70 B",
+        "cpu:1 lacks 80 B",
         "block 3     cpu:2   resident, pinned  100 B  10 B on host  3=cpu:2! (-placement)",
         "head        host    paged             120 B                no rule",
         "embed       host    by rows           150 B                no rule",
         "",
         "device  weights  KV    in memory  budget",
         "host    240 B    40 B  200 B      200 B",
-        "cpu:1   200 B          200 B      230 B",
-        "cpu:2   100 B          100 B      110 B",
+        "cpu:1   200 B    10 B  210 B      230 B",
+        "cpu:2   100 B    10 B  110 B      110 B",
     ]

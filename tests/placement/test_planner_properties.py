@@ -6,9 +6,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jitllm.errors import BudgetError, UsageError
+from jitllm.placement.changes import halfway, move, rebudget, relocate, resize
 from jitllm.placement.devices import HOST
 from jitllm.placement.plan import PAGED, RESIDENT, ROWS, STREAMED
-from jitllm.placement.planner import move, plan, relocate
+from jitllm.placement.planner import plan
 from jitllm.placement.rules import Profile, Rule
 from tests.placement.toys import machine, pages
 
@@ -34,14 +35,16 @@ def _profiles(draw, n_blocks):
         stream = place != HOST and draw(marks)
         rules.append(Rule("blocks", ((first, last),), place, draw(marks), stream, f"rule {first}"))
         first = last + 1
-    if first < n_blocks and draw(marks):
+    unnamed = first < n_blocks
+    if unnamed and draw(marks):
         rules.append(Rule("blocks", None, draw(places), source="rest"))
+        unnamed = False
     if draw(marks):
         rules.insert(draw(st.integers(0, len(rules))), Rule("head", None, draw(places)))
     return Profile(
         rules=tuple(rules),
         kv_place=draw(st.sampled_from(["block", "host"])),
-        gpu_layers=draw(st.none() | st.integers(0, n_blocks + 2)),
+        gpu_layers=draw(st.none() | st.integers(0, n_blocks + 2)) if unnamed else None,
     )
 
 
@@ -70,8 +73,10 @@ def _check_bytes(made):
         assert use.slot_bytes == max(streamed, default=0)
         assert use.n_slots in ((1, 2) if streamed else (0,))
         work = made.tally.workspace_bytes if parts else 0
+        away = [part.kv_bytes for part in parts if part.kv_device != part.device]
+        assert use.visiting_kv_bytes == max(away, default=0)
         total = resident + norm + kv_bytes + use.n_slots * use.slot_bytes + work
-        assert use.n_bytes == total <= use.budget_bytes
+        assert use.n_bytes == total + max(away, default=0) <= use.budget_bytes
 
 
 def _check_modes(made):
@@ -206,6 +211,52 @@ def test_growing_kv_sends_the_last_blocks_home_and_they_return_when_it_shrinks(c
     assert [(b.device, b.mode, b.declines) for b in back.blocks] == [
         (b.device, b.mode, b.declines) for b in made.blocks
     ]
+
+
+@given(_plans(), st.data())
+def test_on_the_way_to_another_plan_no_device_holds_more_than_in_both(case, data):
+    made, _, _, kv = case
+    try:
+        new = relocate(made, [bytes_ + data.draw(st.integers(0, 30)) for bytes_ in kv])
+        back = relocate(new, kv)
+    except BudgetError:
+        return
+    for before, after in ((made, new), (new, back)):
+        way = halfway(before, after)
+        _check_bytes(way)
+        for old, part, block in zip(before.blocks, way.blocks, after.blocks, strict=True):
+            assert part.device == (HOST if HOST in (old.device, block.device) else block.device)
+            assert part.kv_bytes == block.kv_bytes
+
+
+@given(_plans(), st.data())
+def test_kv_of_another_size_keeps_every_budget_and_place_or_is_refused(case, data):
+    made, _, _, kv = case
+    grown = [bytes_ + data.draw(st.integers(0, 30)) for bytes_ in kv]
+    try:
+        resized = resize(made, grown)
+    except BudgetError as error:
+        assert "lacks" in str(error) and relocate_or_none(made, grown) != made
+        return
+    _check_bytes(resized)
+    assert [b.device for b in resized.blocks] == [b.device for b in made.blocks]
+    assert [b.kv_bytes for b in resized.blocks] == grown
+
+
+def relocate_or_none(made, kv):
+    try:
+        return relocate(made, kv)
+    except BudgetError:
+        return None
+
+
+@given(_plans(), st.integers(0, 500))
+def test_another_budget_of_the_host_changes_nothing_but_what_it_pages(case, budget):
+    made, *_ = case
+    new = rebudget(made, budget)
+    _check_modes(new)
+    assert new.uses[1:] == made.uses[1:]
+    assert [b.device for b in new.blocks] == [b.device for b in made.blocks]
 
 
 @settings(max_examples=5, deadline=4000)

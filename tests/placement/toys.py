@@ -40,5 +40,5 @@ STORIES_PAGES = pages([180 * KIB] * 5, [128 * KIB], embed=128 * KIB, dense=4 * K
 """The pages of stories260K's container: five blocks, a head and an embedding of its own."""
 STORIES_KV = [64 * KIB] * 5
 """Its cache for all of its 512 tokens, f16."""
-STORIES_WORKSPACE = 1584 * KIB
+STORIES_WORKSPACE = 1280 * KIB
 """Activations of a prefill step of 512 tokens."""
