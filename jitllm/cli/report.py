@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jitllm.cli.terminal import columns
-from jitllm.reports import GenerationReport, MemoryReport
+from jitllm.reports import GenerationReport, MemoryReport, reply_cost
 from jitllm.units import format_size
 
 if TYPE_CHECKING:
@@ -24,7 +24,21 @@ def lines_before(memory: MemoryReport) -> list[str]:
         f" {format_size(memory.block_bytes)} each,"
         f" {count(memory.page_ins_per_token, 'page-in')} per token",
         f"kernels  {memory.kernels}",
+        *_placement(memory),
     ]
+
+
+def _placement(memory: MemoryReport) -> list[str]:
+    """`placed` lines, where there are other devices than the host; each decline with its reason."""
+    lines = [
+        f"placed   {part.what} on {part.device}, {part.mode}"
+        f"{f'  ★ {part.declined}' if part.declined else ''}"
+        for part in memory.placement
+    ]
+    if memory.n_asked_blocks > memory.n_device_blocks:
+        asked = count(memory.n_asked_blocks, "block")
+        lines.append(f"placed   {memory.n_device_blocks} of the {asked} asked for on devices")
+    return lines
 
 
 def lines_after(report: GenerationReport) -> list[str]:
@@ -54,6 +68,7 @@ def _device_lines(report: GenerationReport) -> list[str]:
     for d in report.devices:
         streamed = f", {format_size(d.streamed_bytes)} streamed" if d.streamed_bytes else ""
         ran = f"{count(d.n_blocks, 'block')}, {count(d.blocks_executed, 'block run')}"
+        ran += f" in {format_time(d.seconds)}"
         held = f"{format_size(d.weights_bytes)} resident{streamed}, {format_size(d.kv_bytes)} KV"
         told.append(f"device   {d.device}: {ran}, {held}")
     return [*told, f"seams    {report.seams_per_token:.1f} per token"]
@@ -78,7 +93,18 @@ def as_object(memory: MemoryReport, report: GenerationReport, text: str) -> dict
     """The same facts for scripts. `text` is what a run prints, prompt included; `reply` is what
     the model added to it."""
     facts = dataclasses.asdict(memory) | dataclasses.asdict(report)
-    return {"text": text, "reply": report.text} | {k: v for k, v in facts.items() if k != "text"}
+    cost = reply_cost(
+        last_pass=report.last_pass,
+        page_ins=report.page_ins,
+        bytes_read=report.bytes_read,
+        read_wait_s=report.read_wait_s,
+        budget_bytes=report.budget_bytes,
+        prefill_s=report.prefill_s,
+        decode_s=report.decode_s,
+        decode_tokens_per_second=report.decode_tokens_per_second,
+    )
+    facts = {name: fact for name, fact in facts.items() if name != "text"}
+    return {"text": text, "reply": report.text} | facts | {"jitllm": cost}
 
 
 def count(number: int, noun: str) -> str:

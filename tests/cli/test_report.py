@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jitllm.cli.report import as_object, format_time, lines_after, lines_before
-from jitllm.reports import DeviceReport
+from jitllm.reports import DeviceReport, PartReport
 from tests.cli.fake_engine import FakeEngine
 
 
@@ -49,13 +49,14 @@ def test_tokens_that_were_in_the_cache_are_counted_apart():
 
 
 def test_what_other_devices_did_is_a_line_each():
-    host = DeviceReport("host", 3, 48, 300 * 1024, 64 * 1024, 0)
-    other = DeviceReport("cpu:1", 1, 16, 0, 32 * 1024, 90 * 1024)
+    host = DeviceReport("host", 3, 48, 300 * 1024, 64 * 1024, 0, seconds=0.5)
+    other = DeviceReport("cpu:1", 1, 16, 0, 32 * 1024, 90 * 1024, seconds=0.0125)
     assert lines_after(replace(finished_report(), devices=[host]))[4:] == []
     report = replace(finished_report(), devices=[host, other], seams_per_token=2.0)
     assert lines_after(report)[4:] == [
-        "device   host: 3 blocks, 48 block runs, 300.0 KiB resident, 64.0 KiB KV",
-        "device   cpu:1: 1 block, 16 block runs, 0 B resident, 90.0 KiB streamed, 32.0 KiB KV",
+        "device   host: 3 blocks, 48 block runs in 500.0 ms, 300.0 KiB resident, 64.0 KiB KV",
+        "device   cpu:1: 1 block, 16 block runs in 12.5 ms, 0 B resident, 90.0 KiB streamed,"
+        " 32.0 KiB KV",
         "seams    2.0 per token",
     ]
 
@@ -78,6 +79,37 @@ def test_the_object_for_scripts_has_every_promised_figure():
         "peak_rss_bytes": 2097152,
     }
     assert {name: facts[name] for name in promised} == promised
+
+
+def test_what_is_placed_where_is_a_line_each_and_what_did_not_fit_has_a_star():
+    parts = (
+        PartReport("blocks 0-2", "host", "paged", "cpu:1 lacks 90.0 KiB"),
+        PartReport("blocks 3-4", "cpu:1", "resident", ""),
+    )
+    memory = replace(
+        FakeEngine().memory_report(), placement=parts, n_asked_blocks=5, n_device_blocks=2
+    )
+    assert lines_before(memory)[3:] == [
+        "placed   blocks 0-2 on host, paged  ★ cpu:1 lacks 90.0 KiB",
+        "placed   blocks 3-4 on cpu:1, resident",
+        "placed   2 of the 5 blocks asked for on devices",
+    ]
+
+
+def test_the_object_says_where_the_reply_ran_in_milliseconds():
+    report = replace(finished_report(), last_pass={"host": 3, "cuda:0": 1, "cpu:1": 1})
+    assert as_object(FakeEngine().memory_report(), report, "")["jitllm"] == {
+        "device_blocks": 2,
+        "host_blocks": 3,
+        "device_ids": ["cpu:1", "cuda:0"],
+        "page_ins": 12,
+        "bytes_read": 40960,
+        "read_wait_ms": 12.5,
+        "budget_bytes": 409600,
+        "prefill_ms": 500.0,
+        "decode_ms": 1000.0,
+        "decode_tokens_per_second": 4.0,
+    }
 
 
 @pytest.mark.parametrize(
