@@ -103,6 +103,7 @@ def cost_object(cost: "Cost") -> dict[str, Any]:
     return {
         "budget_bytes": cost.budget_bytes,
         "n_resident": cost.n_resident,
+        "n_moving": cost.n_moving,
         "page_ins": cost.page_ins,
         "bytes_read_per_token": cost.bytes_read,
         "tokens_per_second": cost.tokens_per_second,

@@ -45,7 +45,8 @@ def test_plan_as_json_agrees_with_the_run_under_the_same_budget(cli, model):
         assert planned[name] == ran[name]
     assert planned["now"]["tokens_per_second"] > 0
     assert planned["smallest"]["budget_bytes"] < planned["whole"]["budget_bytes"]
-    assert planned["whole"]["bytes_read_per_token"] == 0
+    assert planned["whole"]["bytes_read_per_token"] == planned["whole"]["n_moving"] == 0
+    assert planned["smallest"]["n_moving"] == planned["smallest"]["n_resident"] == 1
 
 
 def test_plan_refuses_a_budget_that_cannot_work(cli, model):
