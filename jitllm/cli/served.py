@@ -144,11 +144,11 @@ def cost_lines(usage: Facts, cost: Facts) -> list[str]:
     known = f" ({cached} of them cached)" if cached else ""
     return [
         f"rate     prompt {count(usage['prompt_tokens'], 'token')}{known} in"
-        f" {format_time(cost['prefill_s'])},"
-        f" {count(usage['completion_tokens'], 'token')} in {format_time(cost['decode_s'])}"
+        f" {format_time(cost['prefill_ms'] / 1e3)},"
+        f" {count(usage['completion_tokens'], 'token')} in {format_time(cost['decode_ms'] / 1e3)}"
         f" ({cost['decode_tokens_per_second']:.1f} tokens/s)",
         f"pages    {count(cost['page_ins'], 'page-in')}, {format_size(cost['bytes_read'])} read,"
-        f" blocked on reads for {format_time(cost['read_wait_s'])}",
+        f" blocked on reads for {format_time(cost['read_wait_ms'] / 1e3)}",
     ]
 
 

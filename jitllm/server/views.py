@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jitllm.paging.budget import automatic_budget, memory_limits
 from jitllm.placement.devices import Device, list_devices
 from jitllm.placement.plan import Assignment
+from jitllm.reports import reply_cost
 
 if TYPE_CHECKING:
     from jitllm.engine import Engine, EngineStats
@@ -26,38 +27,39 @@ def cost_of(
     Counters are the whole engine's while the reply was made, whoever shared its passes.
     """
     engine = model.engine
-    stats = engine.stats()
+    first, last = _span(rows)
     prefill_s, decode_s = sum(r.prefill_s for r in rows), max(r.decode_s for r in rows)
     n_prefilled = sum(r.prompt_tokens - r.cached_tokens for r in rows)
-    n_decoded = sum(r.n_steps for r in rows)
-    return {
+    cost = reply_cost(
+        last_pass=last.last_pass,
+        page_ins=last.counters.page_ins - first.counters.page_ins,
+        bytes_read=last.counters.bytes_read - first.counters.bytes_read,
+        read_wait_s=last.counters.blocked_s - first.counters.blocked_s,
+        budget_bytes=last.budget_bytes,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        decode_tokens_per_second=_rate(sum(r.n_steps for r in rows), decode_s),
+    )
+    return cost | {
         "file": model.path.name,
         "kernels": engine.kernels,
-        "budget_bytes": stats.budget_bytes,
-        "resident_bytes": stats.resident_bytes,
-        "queue_s": round(max(r.queue_s for r in rows), 6),
-        "prefill_s": round(prefill_s, 6),
-        "decode_s": round(decode_s, 6),
+        "resident_bytes": last.resident_bytes,
+        "queue_ms": round(1e3 * max(r.queue_s for r in rows), 3),
         "prefill_tokens_per_second": _rate(n_prefilled, prefill_s),
-        "decode_tokens_per_second": _rate(n_decoded, decode_s),
+        "evictions": last.counters.evictions - first.counters.evictions,
+        "devices": [dataclasses.asdict(d) for d in engine.device_reports(first, last)],
         "rows_together": max(r.max_rows for r in rows),
         "session": session.id if session else None,
-    } | _counters(engine, rows)
+    }
 
 
-def _counters(engine: Engine, rows: Sequence[RowFigures]) -> dict[str, Any]:
+def _span(rows: Sequence[RowFigures]) -> tuple[EngineStats, EngineStats]:
+    """The engine before the first of the rows and after the last."""
+
     def order(stats: EngineStats) -> int:
         return sum(stats.blocks_executed.values())
 
-    first = min((r.before for r in rows), key=order)
-    last = max((r.after for r in rows), key=order)
-    return {
-        "page_ins": last.counters.page_ins - first.counters.page_ins,
-        "evictions": last.counters.evictions - first.counters.evictions,
-        "bytes_read": last.counters.bytes_read - first.counters.bytes_read,
-        "read_wait_s": round(last.counters.blocked_s - first.counters.blocked_s, 6),
-        "devices": [dataclasses.asdict(d) for d in engine.device_reports(first, last)],
-    }
+    return min((r.before for r in rows), key=order), max((r.after for r in rows), key=order)
 
 
 def _rate(n_tokens: int, seconds: float) -> float:

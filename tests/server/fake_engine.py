@@ -186,6 +186,7 @@ class FakeEngine:
             "ledger": self.ledger.report(),
             "counters": counters,
             "blocks_executed": {"host": 5 * n},
+            "last_pass": {"host": 5},
             "moves": {},
         }
         return EngineStats(**{name: facts.get(name, 2) for name in names})

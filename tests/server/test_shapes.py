@@ -176,4 +176,5 @@ def test_what_a_reply_cost_is_measured(served):
     assert cost["page_ins"] == 9  # three passes: the prompt and two of the three tokens
     assert cost["bytes_read"] == 3 * 1024
     assert cost["rows_together"] == 1
-    assert cost["decode_s"] > 0
+    assert cost["decode_ms"] > 0
+    assert (cost["host_blocks"], cost["device_blocks"], cost["device_ids"]) == (5, 0, [])
