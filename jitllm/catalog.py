@@ -28,6 +28,8 @@ from jitllm.errors import JitllmError, UsageError
 from jitllm.gguf_file import MAGIC, shard_names
 from jitllm.units import format_size
 
+_STEM_BYTES = 128
+"""What a container keeps of its source's name: a file name has 255 bytes at most."""
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
 """progress(what, done_bytes, total_bytes); a total of 0 is not known."""
@@ -89,7 +91,7 @@ def resolve(model: str, *, say: Say = _quiet, progress: Progress = _quiet) -> Pa
     A container is its own path and is not opened here. JitllmError for what cannot be fetched or
     converted, with the catalog's names where `model` is nothing at all.
     """
-    if Path(model).is_file() and not _is_gguf(Path(model)):
+    if Path(model).is_file() and not is_gguf(Path(model)):
         return Path(model)
     target = cache_dir() / "containers" / _container_name(model)
     if target.exists():
@@ -149,10 +151,16 @@ def _kept(entry: CatalogEntry) -> Path:
     return cache_dir() / "gguf" / f"{entry.name}-{entry.sha256[:16]}.gguf"
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether to read a file as a GGUF: it begins as one, or has the name of one and does not begin
+    as a container."""
+    from jitllm.paging.layout import MAGIC as CONTAINER_MAGIC
+
     try:
         with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+            start = file.read(len(CONTAINER_MAGIC))
+        named = path.suffix.lower() == ".gguf"
+        return start.startswith(MAGIC) or (named and start != CONTAINER_MAGIC)
     except OSError as error:
         raise JitllmError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -170,7 +178,8 @@ def _container_name(model: str) -> str:
         key = entry.sha256
     stem = Path(_url_file_name(model)).stem if _is_url(model) else path.stem
     digest = hashlib.sha256(f"{__version__} {VERSION} {key}".encode()).hexdigest()
-    return f"{stem}-{digest[:16]}.jlm"
+    short = os.fsencode(stem)[:_STEM_BYTES].decode("utf-8", "ignore")
+    return f"{short}-{digest[:16]}.jlm"
 
 
 # Downloads

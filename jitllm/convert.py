@@ -23,7 +23,14 @@ from jitllm.gguf_file import GGUFFile, read_gguf
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.model.arch import expected_tensors, model_config
 from jitllm.model.config import ModelConfig
-from jitllm.paging.container import ContainerWriter, PageEntry, PageSpec, TensorSpec, plan_layout
+from jitllm.paging.container import (
+    ContainerWriter,
+    PageEntry,
+    PageSpec,
+    TensorSpec,
+    check_target,
+    plan_layout,
+)
 from jitllm.text.build import build_tokenizer
 from jitllm.text.chat import ChatTemplate
 
@@ -78,9 +85,12 @@ def convert(
     largest tensors plus 300 MB. JitllmError says in one sentence why it cannot be done.
     """
     source, out = Path(source), Path(out)
-    if out.exists() and not (force or plan):
-        raise JitllmError(f"{out} exists; add --force to replace it")
-    examined = _examine(read_gguf(source), chat_template, force_pre)
+    if not plan:
+        check_target(out, force)
+    gguf = read_gguf(source)
+    if not plan and any(out.exists() and out.samefile(shard) for shard in gguf.shards):
+        raise JitllmError(f"{out} is the source itself; name another file for the container")
+    examined = _examine(gguf, chat_template, force_pre)
     refusals = examined.refusals
     if refusals and not plan:
         n_more = len(refusals) - 1

@@ -280,7 +280,8 @@ class _Header:
     def _version(self) -> int:
         magic = self._take(min(4, self.n_bytes), "the magic")
         if magic != MAGIC:
-            raise self._fail(f"this is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
+            start = f"it starts with {magic!r}, not {MAGIC!r}" if magic else "it is empty"
+            raise self._fail(f"this is not a GGUF file: {start}")
         version = self._number("<I", "the version")
         if version & 0xFFFF == 0 and version:
             raise UnsupportedError(

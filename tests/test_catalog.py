@@ -14,7 +14,7 @@ import pytest
 
 from jitllm import catalog, download
 from jitllm.catalog import CatalogEntry
-from jitllm.errors import JitllmError, UsageError
+from jitllm.errors import FormatError, JitllmError, UsageError
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 40
 PIP = importlib.util.find_spec("pip")
@@ -111,6 +111,15 @@ def test_what_is_not_a_gguf_is_left_to_the_container_reader(tmp_path: Path, cach
     path.write_bytes(b"anything")
     assert catalog.resolve(str(path)) == path
     assert not cache.exists()
+
+
+def test_what_is_named_gguf_and_is_none_is_refused_as_such(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"anything")
+    with pytest.raises(FormatError, match="this is not a GGUF file: it starts with b'anyt'"):
+        catalog.resolve(str(path))
+    path.write_bytes(b"JITLLM\r\n and so on")
+    assert catalog.resolve(str(path)) == path
 
 
 @pytest.mark.parametrize("url", ["http://a.example/m.gguf", "ftp://a.example/m.gguf", "file:///m"])

@@ -243,6 +243,16 @@ def test_an_existing_file_is_replaced_only_with_force(tmp_path: Path) -> None:
     Container.open(out)
 
 
+def test_the_source_is_never_replaced_by_its_container(tmp_path: Path) -> None:
+    source = write(tmp_path)
+    before = source.read_bytes()
+    (tmp_path / "link.jlm").symlink_to(source)
+    for out in (source, tmp_path / "link.jlm"):
+        with pytest.raises(JitllmError, match="is the source itself"):
+            convert(source, out, force=True)
+    assert source.read_bytes() == before
+
+
 def test_a_plan_knows_the_size_and_reads_no_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,3 +574,13 @@ def test_a_gguf_is_converted_into_the_cache_once_and_said_so(
     assert catalog.resolve(str(source), say=said.append) != path
     assert len(said) == 2
     assert list((tmp_path / "cache" / "scratch").iterdir()) == []
+
+
+def test_a_gguf_with_a_long_name_fits_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JITLLM_CACHE", str(tmp_path / "cache"))
+    source = write(tmp_path).rename(
+        tmp_path / ("n\N{LATIN SMALL LETTER E WITH ACUTE}" * 80 + ".gguf")
+    )
+    assert Container.open(catalog.resolve(str(source))).pages

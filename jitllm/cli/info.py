@@ -29,9 +29,9 @@ def info(file: Path, /, *, json: bool = False) -> None:
 
 def describe(path: Path) -> dict[str, Any]:
     """The facts that `info` prints: file, metadata, tensors and, of a container, pages."""
-    with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
-    return _describe_gguf(path) if is_gguf else _describe_container(path)
+    from jitllm.catalog import is_gguf
+
+    return _describe_gguf(path) if is_gguf(path) else _describe_container(path)
 
 
 def _describe_gguf(path: Path) -> dict[str, Any]:

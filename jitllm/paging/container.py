@@ -25,6 +25,7 @@ from jitllm.paging.layout import (
     TILE_ROWS,
     Damage,
     EmbeddingTable,
+    Foreign,
     PageEntry,
     PageSpec,
     TensorEntry,
@@ -46,6 +47,7 @@ __all__ = [
     "PageSpec",
     "TensorEntry",
     "TensorSpec",
+    "check_target",
     "plan_layout",
     "remake",
 ]
@@ -76,7 +78,9 @@ class Container:
         except OSError as error:
             raise FormatError(f"{path} cannot be read: {error.strerror}") from None
         except Damage as damage:
-            raise FormatError(f"{path} {damage}; {remake(path)}") from None
+            # Nobody should write over what was never a container.
+            known = path.suffix == ".jlm" or not isinstance(damage, Foreign)
+            raise FormatError(f"{path} {damage}" + (f"; {remake(path)}" if known else "")) from None
         tensors = {tensor.key: tensor for tensor in head.tensors}
         return Container(
             path, head.metadata, tensors, head.pages, head.embedding, head.row_hashes, file_bytes
@@ -94,6 +98,17 @@ class Container:
 def remake(path: str | os.PathLike[str]) -> str:
     """How to make a container again: the half sentence that ends a complaint about it."""
     return f"make it again with: jitllm convert --force SOURCE.gguf {path}"
+
+
+def check_target(path: Path, force: bool) -> None:
+    """JitllmError where `path` cannot become a container: a folder, a device, or a file that is
+    there and not `force`."""
+    if path.is_dir():
+        raise JitllmError(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise JitllmError(f"{path} is not a file that a container could replace")
+    if path.exists() and not force:
+        raise JitllmError(f"{path} exists; add --force to replace it")
 
 
 class ContainerWriter:
@@ -121,7 +136,7 @@ class ContainerWriter:
         self.layout = plan_layout(metadata, tensors, pages)
         self._hashes: list[int | None] = [None] * len(pages)
         self._row_hashes: list[list[np.ndarray]] = [[] for _ in pages]
-        self._refuse_to_overwrite()
+        check_target(self.path, force)
         self._part = self.path.with_name(self.path.name + ".part")
         self._fd = self._open_part()
 
@@ -144,7 +159,7 @@ class ContainerWriter:
         row_hashes = np.concatenate([np.empty(0, np.uint32), *chain(*self._row_hashes)])
         self._write(memoryview(encode_head(self.layout, self._hashes, row_hashes)), 0)
         os.fsync(self._fd)
-        self._refuse_to_overwrite()
+        check_target(self.path, self.force)
         self._part.rename(self.path)
         self._close()
         _fsync_directory(self.path.parent)
@@ -161,12 +176,6 @@ class ContainerWriter:
         if self._fd >= 0:
             self._part.unlink(missing_ok=True)
             self._close()
-
-    def _refuse_to_overwrite(self) -> None:
-        if self.path.is_dir():
-            raise JitllmError(f"{self.path} is a folder; name a file in it")
-        if self.path.exists() and not self.force:
-            raise JitllmError(f"{self.path} exists; add --force to replace it")
 
     def _open_part(self) -> int:
         """OUT.part, locked, emptied, with room for the whole file behind it."""

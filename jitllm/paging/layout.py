@@ -35,7 +35,7 @@ PAGE_KINDS = ("dense", "block", "head", "embed")
 """In the order in which they lie in the file: at most one dense page, n blocks, the head's slabs,
 at most one page of embedding rows."""
 
-_MAGIC = b"JITLLM\r\n"
+MAGIC = b"JITLLM\r\n"
 _HEADER = struct.Struct("<8s2I2Q8Q16s")
 _HASH_BYTES = 16
 _MAX_HEAD_BYTES = 1 << 28
@@ -48,6 +48,10 @@ _PAGE = np.dtype("S8,<u8,<u8,<u8,<u8")
 
 class Damage(Exception):
     """What is wrong with a file, as the rest of a sentence that begins with its path."""
+
+
+class Foreign(Damage):
+    """The file does not even begin as a container does."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def encode_head(layout: Layout, page_hashes: Sequence[int], row_hashes: np.ndarr
         body += section.ljust(_align(len(section), 8), b"\0")
     body = body.ljust(layout.head_bytes - _HEADER.size, b"\0")
     sizes = (VERSION, PAGE_ALIGNMENT, layout.file_bytes, layout.head_bytes)
-    header = _HEADER.pack(_MAGIC, *sizes, *spans, bytes(_HASH_BYTES))[:-_HASH_BYTES]
+    header = _HEADER.pack(MAGIC, *sizes, *spans, bytes(_HASH_BYTES))[:-_HASH_BYTES]
     return header + _head_hash(header, body) + bytes(body)
 
 
@@ -243,7 +247,8 @@ def _place_pages(
 def _read_head(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[tuple[int, int]]]:
     """The head's bytes, and the (offset, length) of each section in it."""
     header = file.read(_HEADER.size)
-    check(header[: len(_MAGIC)] == _MAGIC, "is not a jitllm container")
+    if header[: len(MAGIC)] != MAGIC:
+        raise Foreign("is not a jitllm container")
     check(len(header) == _HEADER.size, "is cut off inside its header")
     _, version, alignment, length, head_bytes, *spans, digest = _HEADER.unpack(header)
     check(version == VERSION, f"has container version {version}, and this jitllm reads {VERSION}")

@@ -134,7 +134,11 @@ def test_info_of_something_else_is_refused(cli, tmp_path):
 
 def test_info_of_nothing_is_refused(cli, tmp_path):
     outcome = cli("info", str(tmp_path / "no.gguf"))
-    assert outcome == (1, "", f"jitllm: {tmp_path / 'no.gguf'}: No such file or directory\n")
+    assert outcome == (
+        1,
+        "",
+        f"jitllm: {tmp_path / 'no.gguf'} cannot be read: No such file or directory\n",
+    )
 
 
 def test_tokenize_shows_an_id_and_a_piece_a_line(cli, container):

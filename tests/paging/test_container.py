@@ -1,5 +1,6 @@
 """The container: what is written is what is read, and anything else is refused in one sentence."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -88,6 +89,12 @@ def test_a_truncated_container_is_refused(tmp_path, kept):
         Container.open(path)
 
 
+def test_nobody_is_told_to_write_over_what_never_was_a_container(tmp_path):
+    (tmp_path / "notes.txt").write_text("not weights")
+    with pytest.raises(FormatError, match=r"notes\.txt is not a jitllm container$"):
+        Container.open(tmp_path / "notes.txt")
+
+
 def test_bytes_behind_the_last_page_are_refused(tmp_path):
     path, _ = write_toy(tmp_path / "toy.jlm")
     path.write_bytes(path.read_bytes() + b"\0")
@@ -166,6 +173,15 @@ def test_an_existing_file_is_replaced_only_by_force(tmp_path):
         write_toy(path)
     write_toy(path, force=True)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("target", ["folder", "pipe"])
+def test_force_replaces_files_alone(tmp_path, target):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(JitllmError, match=f"{target} is (a folder|not a file)"):
+        write_toy(tmp_path / target, force=True)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "pipe"]
 
 
 def test_a_failure_while_writing_leaves_neither_the_file_nor_its_part(tmp_path):
