@@ -160,7 +160,6 @@ class Engine:
         `say` hears what takes time, `progress` how far it is. JitllmError says in one sentence
         why it cannot be.
         """
-        budget_bytes = parse_size(maxmem) if isinstance(maxmem, str) else maxmem
         profile = override(profile or Profile(), devices=devices, kv_dtype=kv)
         kv = profile.kv_dtype
         if kv not in DTYPES:
@@ -184,11 +183,12 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back; the engine cannot be used afterwards."""
-        if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
-        self._residence.close()
-        self._pager.close()
+        with self._gate.change():
+            if self._scratch is not None:
+                self._scratch.close()
+                self._scratch = None
+            self._residence.close()
+            self._pager.close()
 
     # Text in, text out
 
@@ -203,7 +203,7 @@ class Engine:
         self,
         prompt: str | Sequence[int],
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         add_bos: bool | None = None,
         parse_special: bool = False,
         **sampling: Any,
@@ -219,7 +219,7 @@ class Engine:
         return self._own_session().generate(list(ids), params, stop)
 
     def chat(
-        self, messages: Sequence[dict[str, str]], *, stop: Sequence[str] = (), **sampling: Any
+        self, messages: Sequence[dict[str, str]], *, stop: str | Sequence[str] = (), **sampling: Any
     ) -> Generation:
         """The reply to a conversation of {"role": ..., "content": ...} messages."""
         params = SamplingParams(**sampling)
@@ -305,12 +305,13 @@ class Engine:
 
     # Memory
 
-    def set_budget(self, budget_bytes: int) -> Applied:
-        """Hold the weights to `budget_bytes` from the next token on; what was applied.
+    def set_budget(self, budget: int | str) -> Applied:
+        """Hold the weights to `budget`, bytes or text, from the next token on; what was applied.
 
         Narrowing evicts exactly the excess, widening evicts nothing. BudgetError names the
         smallest budget and changes nothing.
         """
+        budget_bytes = parse_size(budget) if isinstance(budget, str) else budget
         with self._gate.change():
             self._residence.forget_views()
             applied = self._pager.set_budget(budget_bytes)

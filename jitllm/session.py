@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from jitllm.errors import UsageError
+from jitllm.errors import JitllmError, UsageError
 from jitllm.executor import Feed
 from jitllm.model.kvcache import KVCache, copy_in, copy_out, resized
 from jitllm.model.sampler import make_rng, sample
@@ -98,6 +99,7 @@ class Session:
         return self._forward(ids, "all")
 
     def _forward(self, ids: Sequence[int], rows: str) -> np.ndarray:
+        ids = [index(token) for token in ids]
         feed = self.feed(ids)
         logits = self._engine.forward(feed, rows)
         self.tokens.extend(ids)
@@ -105,12 +107,18 @@ class Session:
 
     def feed(self, ids: Sequence[int]) -> Feed:
         """`ids` as the next tokens of this conversation; UsageError where they do not fit."""
+        if not self._kvs:
+            raise JitllmError("this conversation was closed; nothing can be added to it")
         if not ids:
             raise UsageError("the prompt has no tokens; give it at least one")
+        n_vocab = self._engine.config.n_vocab
+        if min(ids) < 0 or max(ids) >= n_vocab:
+            raise UsageError(f"token ids are 0 to {n_vocab - 1}; {min(ids)} to {max(ids)} are not")
         if len(ids) > self.room_tokens:
+            taken = f", of which {len(self.tokens)} are taken" if self.tokens else ""
             raise UsageError(
-                f"{len(ids)} tokens do not fit beside the {len(self.tokens)} in a context of "
-                f"{self._engine.max_seq}; shorten the prompt or raise -max-seq"
+                f"{len(ids)} tokens do not fit in a context of {self._engine.max_seq}{taken}; "
+                "shorten the text, begin anew or raise max_seq"
             )
         self._engine.make_room(self, len(self.tokens) + len(ids))
         return Feed(ids, self._kvs, len(self.tokens))
@@ -179,7 +187,7 @@ class Session:
         self,
         ids: Sequence[int],
         params: SamplingParams,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         new_turn: bool = False,
     ) -> Generation:
         """A reply to the conversation `ids`: what the cache already holds of it is not redone.
@@ -188,6 +196,7 @@ class Session:
         """
         if self._reply is not None:
             self._reply.close()
+        ids = [index(token) for token in ids]
         keep = _common_prefix(self.tokens, ids)
         # The last token is always fed again: its logits are what the reply starts from.
         self.truncate(max(0, min(keep, len(ids) - 1)))
@@ -199,7 +208,7 @@ class Session:
         text: str,
         params: SamplingParams,
         system: str | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> Generation:
         """The reply to `text` as the next turn; the history stays in the KV cache."""
         messages = list(self._messages)
@@ -238,7 +247,7 @@ class Generation:
         session: Session,
         ids: Sequence[int],
         params: SamplingParams,
-        stop: Sequence[str],
+        stop: str | Sequence[str],
         new_turn: bool,
     ):
         self._engine, self._session, self._params = engine, session, params
@@ -277,7 +286,8 @@ class Generation:
             raise
         finally:
             self._close_report(before, decode_start)
-            self.on_end(report.text)
+            if report.finish_reason:  # one that failed was no turn of the conversation
+                self.on_end(report.text)
 
     def _decode(self, logits: np.ndarray) -> Iterator[str]:
         report, rng = self.report, make_rng(self._params.seed)

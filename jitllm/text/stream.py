@@ -49,7 +49,8 @@ class StopFilter:
     those that end together.
     """
 
-    def __init__(self, stops: Sequence[str] = ()):
+    def __init__(self, stops: str | Sequence[str] = ()):
+        stops = (stops,) if isinstance(stops, str) else stops
         if "" in stops:
             raise UsageError("a stop string is empty; it would end every reply at once")
         self._stops = tuple(stops)
