@@ -192,7 +192,10 @@ def test_memory_grows_by_what_the_ledger_says(tmp_path: Path, monkeypatch) -> No
         paths.append(tmp_path / f"{name}.jlm")
         convert(write_tiny(tmp_path / f"{name}.gguf", "Q8_0", **overrides), paths[-1])
     command = [sys.executable, "-c", MEASURE, *map(str, paths), "20M", "40M", "200M"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # The first process compiles kernels and steps, which takes memory of its own; the second finds
+    # them in the cache.
+    for _ in range(2):
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["grown"] <= 1.1 * line["ledger"] for line in lines] == [True] * 3, lines
     # And the sum is no invention: most of it is really there.
