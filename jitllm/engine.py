@@ -9,6 +9,7 @@ Here model, paging, placement and text meet; none of them knows the others.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -433,7 +434,11 @@ class Engine:
 
 
 def _enable_compilation_cache() -> None:
-    """Compiled steps are kept on disk from the first, however quick they were to make."""
+    """Compiled steps are kept on disk from the first, however quick they were to make.
+
+    Where the cache cannot be read or written they are made again; that is no news to anybody.
+    """
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

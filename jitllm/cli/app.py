@@ -62,6 +62,7 @@ class Command(NamedTuple):
 def run_program(prog: str, about: str, commands: Sequence[Command], argv: Sequence[str]) -> int:
     """Run the command that `argv` names and return the exit code. Nothing is raised: a failure is
     one sentence on stderr, with `JITLLM_TRACEBACK=1` after its traceback."""
+    _open_closed_streams()
     try:
         with contextlib.suppress(AttributeError, ValueError):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
@@ -118,6 +119,14 @@ def _describe(error: Exception) -> str:
     return f"internal error, {type(error).__name__}: {text} (JITLLM_TRACEBACK=1 shows where)"
 
 
+def _open_closed_streams() -> None:
+    """A standard stream that the caller closed is the null device from here on: Python has None in
+    its place, and the next file to be opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def _close_pipes() -> None:
     """Without this the interpreter complains at exit that it cannot flush."""
     with contextlib.suppress(OSError, ValueError):
@@ -132,13 +141,17 @@ def _decodable(word: str) -> str:
 
 
 def _summary(function: Callable[..., None]) -> str:
-    return inspect.getdoc(function).partition("\n")[0]
+    return _doc(function).partition("\n")[0]
 
 
 def _page(command: Command) -> str:
-    prose = inspect.getdoc(command.function).partition("\nArgs:")[0].rstrip()
+    prose = _doc(command.function).partition("\nArgs:")[0].rstrip()
     lines = "\n".join(f"  {line}" for line in command.example.splitlines())
     return f"{prose}\n\nexample:\n{lines}"
+
+
+def _doc(function: Callable[..., None]) -> str:
+    return inspect.getdoc(function) or ""  # `python -OO` drops docstrings
 
 
 def _examples(commands: Sequence[Command]) -> str:

@@ -80,10 +80,15 @@ def _begin(
 
 
 def _stream(shown: str, reply: "Generation") -> None:
-    """Prompt and reply to stdout, each piece at once; a line always ends complete."""
+    """Prompt and reply to stdout, each piece at once; a line always ends complete.
+
+    The prompt comes with the first piece: where there cannot be one, nothing is printed.
+    """
+    pieces = iter(reply)
+    first = next(pieces, "")
     try:
-        print(shown, end="", flush=True)
-        for piece in reply:
+        print(shown + first, end="", flush=True)
+        for piece in pieces:
             print(piece, end="", flush=True)
     finally:
         sys.stdout.write("\n")

@@ -81,7 +81,7 @@ def choose(platform: str) -> tuple[Ops, str]:
 
     `JITLLM_KERNELS=xla` asks for the portable one; so does a machine the generator does not know.
     """
-    asked = os.environ.get("JITLLM_KERNELS", "auto")
+    asked = os.environ.get("JITLLM_KERNELS") or "auto"
     if asked not in ("auto", *_TABLE):
         raise UsageError(f"JITLLM_KERNELS is {asked!r}; it can be auto, {', '.join(_TABLE)}")
     if asked == "xla":

@@ -92,7 +92,8 @@ def apply_repeat_penalty(logits: np.ndarray, recent: Sequence[int], penalty: flo
     ids = np.unique(np.asarray(recent))
     logits = logits.copy()
     seen = logits[ids]
-    logits[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+    with np.errstate(over="ignore"):  # a vast penalty sends a logit to -inf: never drawn
+        logits[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
     return logits
 
 

@@ -228,7 +228,7 @@ def _backends() -> Mapping[str, Sequence[Any]]:
 
     try:
         return {name.lower(): jax.local_devices(backend=name) for name in backends()}
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # it asserts that one of JAX_PLATFORMS is here
         raise DeviceError(f"JAX cannot start its backends: {_first_line(error)}") from error
 
 

@@ -139,6 +139,23 @@ def test_a_reader_that_never_reads_ends_a_long_reply_quietly():
     assert "Exception ignored" not in err
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["library", "run m.jlm", "chat m.jlm", "--help"])
+def test_a_closed_standard_stream_is_an_empty_one(command, closed):
+    line = f"{sys.executable} -m tests.cli.fake_engine {command} {closed}"
+    done = subprocess.run(
+        line, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "error" not in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["library"]])
+def test_python_without_docstrings_runs_it_too(argv):
+    command = [sys.executable, "-OO", "-m", "tests.cli.fake_engine", *argv]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
 def test_bytes_that_are_no_utf8_on_the_command_line_are_replaced():
     done = run_fake("run", "m.jlm", "caf\udce9")
     assert done.returncode == 0

@@ -2,6 +2,9 @@
 memory, and get the same text."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,15 @@ def test_the_smallest_budget_is_named_works_and_changes_nothing_but_the_cost(cli
     assert whole["bytes_read_per_token"] == 0 < tight["bytes_read_per_token"]
     assert tight["resident_bytes"] <= tight["budget_bytes"] < whole["resident_bytes"]
     assert tight["page_ins"] > whole["page_ins"]
+
+
+def test_a_cache_that_cannot_be_written_is_not_missed(model, folder):
+    (folder / "file").touch()
+    command = [sys.executable, "-m", "tests.cli.real", "run", *WORDS, model, "abc"]
+    environment = os.environ | {"JITLLM_CACHE": str(folder / "file")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "arning" not in done.stderr
 
 
 def test_stdout_is_prompt_and_reply_and_stderr_says_over_budget(cli, model):

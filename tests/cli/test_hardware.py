@@ -23,3 +23,8 @@ def test_hardware_as_json_has_bytes(cli):
 def test_the_portable_path_is_named_with_its_reason(cli, monkeypatch):
     monkeypatch.setenv("JITLLM_KERNELS", "xla")
     assert "portable XLA (JITLLM_KERNELS=xla)" in cli("hardware").out
+
+
+def test_an_empty_setting_is_none(cli, monkeypatch):
+    monkeypatch.setenv("JITLLM_KERNELS", "")
+    assert cli("hardware").code == 0

@@ -80,6 +80,12 @@ def test_a_system_message_without_chat_is_refused_before_anything_is_opened(cli,
     assert engine.calls == []
 
 
+def test_a_failure_before_the_reply_leaves_stdout_empty(cli, engine):
+    outcome = cli("run", "m.jlm", "one two boom")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err.endswith("\njitllm: page 3 of fake.jlm does not match its hash\n")
+
+
 def test_a_failure_amid_the_reply_ends_the_line_and_exits_1(cli, engine):
     outcome = cli("run", "m.jlm", "boom one two")
     assert outcome.code == 1

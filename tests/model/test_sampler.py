@@ -79,6 +79,13 @@ def test_the_repeat_penalty_divides_positive_and_multiplies_negative_logits_once
     assert logits.tolist() == [2.0, -2.0, 4.0, 0.0]
 
 
+def test_a_vast_repeat_penalty_rules_tokens_out():
+    logits = np.array([2.0, -2.0, -4.0], np.float32)
+    assert apply_repeat_penalty(logits, [0, 1], 1e300).tolist() == [0.0, -np.inf, -4.0]
+    vast = SamplingParams(repeat_penalty=1e300)
+    assert sample(np.array([-1.0, -9.0], np.float32), vast, make_rng(0), [0]) == 1
+
+
 def test_the_repeat_penalty_looks_back_no_further_than_repeat_last_n():
     logits = np.array([3.0, 2.5, 0.0], np.float32)
     greedy = {"temp": 0, "repeat_penalty": 2.0}

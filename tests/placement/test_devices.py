@@ -197,6 +197,15 @@ def test_a_device_that_cannot_be_had_is_refused_with_what_is_there(machine, text
     assert str(refusal.value) == sentence
 
 
+def test_a_jax_without_any_backend_is_refused_in_a_sentence(monkeypatch):
+    def none_is_here():
+        raise AssertionError
+
+    monkeypatch.setattr("jax.extend.backend.backends", none_is_here)
+    with pytest.raises(DeviceError, match="JAX cannot start its backends: AssertionError"):
+        _open("auto")
+
+
 def test_only_auto_may_end_on_the_host_without_a_word(machine):
     machine["cuda"] = []
     assert _ids("auto") == ["host"]
