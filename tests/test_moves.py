@@ -273,17 +273,18 @@ def test_another_thread_moves_blocks_while_tokens_come(model: Path, expected: np
 # Several conversations
 
 
-def budget_for(model: Path, n_blocks: int, caches: float, max_seq: int = 48) -> int:
-    """What a device needs for `n_blocks` resident blocks and `caches` of their caches."""
+def budget_for(model: Path, n_blocks: int, n_tokens: int, max_seq: int = 48) -> int:
+    """What a device needs for `n_blocks` resident blocks with caches of `n_tokens`."""
     with Engine.open(model, max_seq=max_seq, devices="cpu:1=64M") as engine:
         use, block = engine.plan.use("cpu:1"), engine.plan.blocks[0]
-        return use.workspace_bytes + int(n_blocks * (block.n_bytes + caches * block.kv_bytes))
+        kv_bytes = block.kv_bytes // max_seq * n_tokens
+        return use.workspace_bytes + n_blocks * (block.n_bytes + kv_bytes)
 
 
 def test_the_kv_of_every_conversation_moves_along_and_counts(
     model: Path, expected: np.ndarray
 ) -> None:
-    budget = budget_for(model, 3, caches=2)
+    budget = budget_for(model, 3, n_tokens=2 * 48)
     profile = rules("*=host")
     with conversation(model, devices=f"cpu:1={budget}", profile=profile) as (engine, session):
         first = [session.logits(PROMPT)]
@@ -306,7 +307,7 @@ def test_the_kv_of_every_conversation_moves_along_and_counts(
 
 
 def test_a_conversation_that_is_forgotten_gives_its_bytes_back(model: Path) -> None:
-    budget = budget_for(model, 5, caches=2)
+    budget = budget_for(model, 5, n_tokens=2 * 48)
     profile = rules("*=cpu:1,head=host")
     with conversation(model, devices=f"cpu:1={budget}", profile=profile) as (engine, _):
         for _ in range(3):
@@ -335,7 +336,7 @@ def test_a_new_budget_is_in_the_plan(model: Path) -> None:
 def test_growing_kv_sends_the_last_blocks_home_and_they_return(
     model: Path, expected_long: np.ndarray
 ) -> None:
-    budget = budget_for(model, 5, caches=1, max_seq=256) + 1024
+    budget = budget_for(model, 5, n_tokens=256, max_seq=1024) + 1024
     profile = rules("0=cpu:1!,*=cpu:1,head=host", relocate=True)
     options = {"devices": f"cpu:1={budget}", "profile": profile, "max_seq": 1024}
     with Engine.open(model, **options) as engine:
@@ -367,7 +368,7 @@ def expected_long_prefix(model: Path) -> np.ndarray:
 def test_kv_that_cannot_grow_beside_pinned_blocks_is_an_error_and_the_rest_stays(
     model: Path,
 ) -> None:
-    budget = budget_for(model, 5, caches=1, max_seq=256) + 1024
+    budget = budget_for(model, 5, n_tokens=256, max_seq=1024) + 1024
     profile = rules("*=cpu:1!,head=host", relocate=True)
     options = {"devices": f"cpu:1={budget}", "profile": profile, "max_seq": 1024}
     with Engine.open(model, **options) as engine, engine.session() as session:
@@ -418,7 +419,7 @@ def test_a_snapshot_begins_a_conversation_whose_cache_is_shorter(
 def test_a_device_with_room_takes_the_host_s_blocks_token_by_token(
     model: Path, expected: np.ndarray
 ) -> None:
-    budget = budget_for(model, 3, caches=1)
+    budget = budget_for(model, 3, n_tokens=48)
     options = {"devices": f"cpu:1={budget}", "profile": rules("", gpu_layers=1), "grow": True}
     with conversation(model, **options) as (engine, session):
         planned: Counter[str] = Counter()

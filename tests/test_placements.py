@@ -1,5 +1,6 @@
 """Where a block is executed changes what it costs and never what it says."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,9 +38,13 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: placing.container(folder, name, **MODELS[name]) for name in MODELS}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, containers: dict[str, Path]) -> Path:
-    return containers[request.param]
+@pytest.fixture(scope="module", params=[*((name, "cpu") for name in MODELS), ("llama", "xla")])
+def model(request: pytest.FixtureRequest, containers: dict[str, Path]) -> Iterator[Path]:
+    """Each with the generated operations, one with the portable ones too."""
+    name, kernels = request.param
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        figures.use_kernels(kernels, monkeypatch)
+        yield containers[name]
 
 
 @pytest.fixture(scope="module")
