@@ -46,7 +46,7 @@ COMMANDS = (
     Command(
         profile,
         "jitllm profile check configs/two-devices.yaml models/stories260K.jlm\n"
-        "jitllm profile show configs/two-devices.yaml -gpu-layers 2",
+        "jitllm profile show configs/one-small-device.yaml -gpu-layers 3 -relocate",
     ),
     Command(verify, "jitllm verify -devices cpu:1=3M -gpu-layers 2 models/stories260K.jlm"),
     Command(asm, "jitllm asm Q4_K"),

@@ -1,6 +1,6 @@
 """Flags that several commands share, and how a text becomes their value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
@@ -91,7 +91,7 @@ class EngineOptions:
         from jitllm.paging.container import Container
         from jitllm.prospect import devices_of, look_ahead
 
-        devices = devices_of(profile, self.vram)
+        devices = devices_of(profile)
         with progress_bar() as progress:
             container = Container.open(resolve(model, say=say, progress=progress))
         return look_ahead(
@@ -111,7 +111,6 @@ class EngineOptions:
         return {
             "maxmem": self.maxmem,
             "profile": profile,
-            "vram": self.vram,
             "grow": self.gpu_grow,
             "max_seq": self.max_seq,
             "kv": profile.kv_dtype,
@@ -122,10 +121,11 @@ class EngineOptions:
 
     def effective_profile(self) -> "Profile":
         """The profile of the file, if any, with what the flags say instead."""
+        from jitllm.placement.devices import limit, parse_devices
         from jitllm.placement.profile import load_profile
         from jitllm.placement.rules import Profile, override
 
-        return override(
+        profile = override(
             load_profile(self.profile) if self.profile else Profile(),
             devices=self.devices,
             placement=self.placement,
@@ -134,3 +134,7 @@ class EngineOptions:
             strict=self.placement_strict or None,
             relocate=self.relocate or None,
         )
+        if self.vram is None:
+            return profile
+        devices = limit(profile.devices or parse_devices("auto"), self.vram)
+        return replace(profile, devices=devices)

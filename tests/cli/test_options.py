@@ -32,6 +32,17 @@ def test_without_flags_and_profile_nothing_is_asked():
     assert (nothing.kv_dtype, nothing.gpu_layers) == ("f16", None)
 
 
+def test_vram_is_the_budget_of_devices_that_have_none(profile):
+    given = EngineOptions(devices="cpu:1=1M,cpu:2,cpu", vram=2 << 20).effective_profile()
+    assert [request.budget_bytes for request in given.devices] == [1 << 20, 2 << 20, None]
+    assert EngineOptions(vram=2 << 20).effective_profile().devices == (
+        DeviceRequest("auto", None, 2 << 20),
+    )
+    assert EngineOptions(profile=profile, vram=1).effective_profile().devices == (
+        DeviceRequest("cpu", 1, 3 << 20),
+    )
+
+
 def test_a_profile_is_read_from_its_file(profile):
     read = EngineOptions(profile=profile).effective_profile()
     assert [str(rule) for rule in read.rules] == ["0-1=cpu:1"]
