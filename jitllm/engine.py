@@ -185,6 +185,7 @@ class Engine:
     def close(self) -> None:
         """Give everything back; the engine cannot be used afterwards."""
         with self._gate.change():
+            self._sessions.clear()  # for their end no block has to come back
             if self._scratch is not None:
                 self._scratch.close()
                 self._scratch = None
@@ -253,10 +254,11 @@ class Engine:
 
     def closed(self, session: Session) -> None:
         """A session gave back its caches: what left a device for them may return."""
-        self._sessions.discard(session)
-        # What cannot return stays where it is, and where that fails the next pass will say so.
-        with suppress(JitllmError):
-            self._mover.fit()
+        with self._gate.change(), suppress(JitllmError):
+            # What cannot return stays where it is, and where that fails the next pass says so.
+            if session in self._sessions:
+                self._sessions.discard(session)
+                self._mover.fit()
 
     def forward(self, feed: Feed, rows: str) -> np.ndarray:
         """Append the tokens of `feed`; the logits of its `last` row f32[V], or of `all` f32[T, V].

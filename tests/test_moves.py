@@ -360,6 +360,18 @@ def test_growing_kv_sends_the_last_blocks_home_and_they_return(
         check_ledgers(engine)
 
 
+def test_blocks_do_not_come_back_to_an_engine_that_closes(model: Path) -> None:
+    budget = budget_for(model, 5, n_tokens=256, max_seq=1024) + 1024
+    options = {"profile": rules("*=cpu:1,head=host", relocate=True), "max_seq": 1024}
+    with Engine.open(model, devices=f"cpu:1={budget}", **options) as engine:
+        engine.generate(LONG, n=1, temp=0)
+        list(engine.generate(LONG, n=2, temp=0))
+        session = engine.session()
+        assert engine.stats().moves["sent_home"] > 0
+    session.close()
+    assert engine.stats().moves["returned"] == 0
+
+
 def expected_long_prefix(model: Path) -> np.ndarray:
     with conversation(model) as (_, session):
         return session.logits(PROMPT)
