@@ -16,6 +16,8 @@ DEFAULT_TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1969, 3 astronauts flew to the Moon; "
     "def f(x): return x ** 2  # naïve\n"
 )
+TIE = 1e-2
+"""Of two logits, the difference up to which rounding alone may turn one past the other."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Position:
     same_choice: bool
     """Both give the same likeliest token."""
 
+    @property
+    def is_wrong(self) -> bool:
+        """The placement chooses another token than the host does, and not because of a tie."""
+        return not self.same_choice and not self.margin <= TIE
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -43,12 +50,12 @@ class Verification:
     @property
     def differing(self) -> list[Position]:
         """The positions whose logits are not bit-equal."""
-        return [p for p in self.positions if p.largest_difference > 0]
+        return [p for p in self.positions if p.largest_difference != 0]  # NaN differs
 
     @property
     def wrong(self) -> list[Position]:
-        """The positions at which the placement would choose another token."""
-        return [p for p in self.positions if not p.same_choice]
+        """The positions at which the placement would choose another token, ties apart."""
+        return [p for p in self.positions if p.is_wrong]
 
 
 def verify(model: str, text: str | Sequence[int] = DEFAULT_TEXT, **options: Any) -> Verification:

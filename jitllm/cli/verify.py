@@ -54,7 +54,7 @@ def lines(result: "Verification") -> list[str]:
             str(p.token),
             f"{p.largest_difference:.2e}",
             f"{p.margin:.2e}",
-            "same" if p.same_choice else "ANOTHER TOKEN",
+            "same" if p.same_choice else "ANOTHER TOKEN" if p.is_wrong else "a tie",
         )
         for p in result.differing
     ]

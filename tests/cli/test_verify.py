@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_each_position_that_differs_is_shown_with_its_margin():
         "1         101    1.00e-05    2.50e-01  same",
         "2         102    5.00e-01    2.50e-01  ANOTHER TOKEN",
     ]
+
+
+def test_a_tie_may_fall_either_way_and_what_is_no_number_differs(cli, monkeypatch):
+    tie = replace(position(0, 2e-3, False), margin=1e-3)
+    nothing = replace(position(1, float("nan"), False), margin=float("nan"))
+    assert lines(Verification((tie,), {"host": 1}, 0))[-1].endswith("a tie")
+    assert [p.position for p in Verification((tie, nothing), {}, 0).wrong] == [1]
+    assert len(Verification((tie, nothing), {}, 0).differing) == 2
+    monkeypatch.setattr("jitllm.verify.verify", lambda *_, **__: Verification((tie,), {}, 0))
+    assert cli("verify", "m.jlm").code == 0
 
 
 def test_another_token_is_a_failure(cli, monkeypatch):
