@@ -358,12 +358,13 @@ def _with_budget(device: Device, opened: Sequence[Device]) -> Device:
 
 
 def _share(device: Device, n_bytes: int, opened: Sequence[Device]) -> int:
-    """What `device` may have of `n_bytes` that are free to it, as memory is counted once."""
+    """What `device` may have of `n_bytes` that are free to it: memory is counted once, and the host
+    has the share of one in its own."""
     if not device.shares_host_memory:
         return n_bytes
     budgets = [other.budget_bytes for other in opened if other.shares_host_memory]
     taken = sum(budget for budget in budgets if budget is not None)
-    return max(0, n_bytes - taken) // budgets.count(None)
+    return max(0, n_bytes - taken) // (budgets.count(None) + 1)
 
 
 def _first_line(error: Exception) -> str:

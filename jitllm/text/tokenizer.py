@@ -104,8 +104,13 @@ class Tokenizer:
         return text
 
     def piece(self, token_id: int) -> str:
-        """`token_id` to show to a person: its text, of control tokens too."""
-        return self.token_bytes(token_id, special=True).decode("utf-8", "replace")
+        """`token_id` to show to a person: its text, of control tokens too. Of a token that is part
+        of a character its bytes, as `<0xF0>`."""
+        data = self.token_bytes(token_id, special=True)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in data)
 
     @cached_property
     def shield_chars(self) -> str:

@@ -163,8 +163,9 @@ def test_memory_that_is_the_hosts_is_marked_and_read_there(machine):
 
 def test_memory_that_devices_share_is_given_out_once(machine):
     budgets = [device.budget_bytes for device in _open("cpu:1,cuda:0,cpu:2")]
-    assert budgets == [None, (6 * GIB - 768 * MIB) // 2, 63 * GIB, (6 * GIB - 768 * MIB) // 2]
-    assert _open("cpu:1=1G,cpu:2")[2].budget_bytes == 5 * GIB - 768 * MIB
+    third = (6 * GIB - 768 * MIB) // 3  # the host keeps as much
+    assert budgets == [None, third, 63 * GIB, third]
+    assert _open("cpu:1=1G,cpu:2")[2].budget_bytes == (5 * GIB - 768 * MIB) // 2
 
 
 _THERE = "there is: cpu, cuda:0, cuda:1, npu:0, cpu:1, cpu:2"

@@ -144,6 +144,12 @@ def test_every_token_has_its_bytes() -> None:
     assert _BYTES.piece(_BYTES.encode(" the")[0]) == " the"
 
 
+def test_a_part_of_a_character_is_shown_as_its_bytes() -> None:
+    llama = _STORIES.encode("\N{LLAMA}", add_bos=False)
+    shown = "".join(map(_STORIES.piece, llama))
+    assert shown.endswith("<0xF0><0x9F><0xA6><0x99>")
+
+
 @pytest.mark.parametrize("token_id", [-1, 512, 1 << 40])
 def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
     with pytest.raises(UsageError, match=f"token {token_id} is not one of the 512"):
