@@ -51,6 +51,7 @@ def chat(
         stop: End a reply before this text; may be given several times.
     """
     with engine.open(model) as opened:
+        opened.render([{"role": "user", "content": "?"}])  # a model that cannot chat is refused now
         for line in report.lines_before(opened.memory_report()):
             say(line)
         say(_INVITATION)

@@ -84,6 +84,7 @@ class FakeEngine:
         self.budget_bytes = 400 * KIB
         self.calls: list[tuple] = []
         self.closed = False
+        self.template_error = ""
 
     def __enter__(self) -> "FakeEngine":
         return self
@@ -103,6 +104,11 @@ class FakeEngine:
     def chat(self, messages: list[dict[str, str]], **options: object) -> FakeGeneration:
         self.calls.append(("chat", messages, options))
         return self.reply(messages[-1]["content"], self.delay_s)
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        if self.template_error:
+            raise JitllmError(self.template_error)
+        return [len(messages)]
 
     def session(self) -> FakeSession:
         return FakeSession(self)

@@ -70,6 +70,12 @@ def test_a_mistake_or_a_failure_is_said_and_the_conversation_goes_on(cli, engine
     assert "here still" in outcome.out
 
 
+def test_a_model_that_cannot_chat_is_refused_before_the_first_line(cli, engine):
+    engine.template_error = "fake.gguf has no chat template"
+    outcome = cli("chat", "m.jlm", stdin="hello\n")
+    assert outcome == (1, "", "jitllm: fake.gguf has no chat template\n")
+
+
 def test_help_lists_every_command(cli, engine):
     err = cli("chat", "m.jlm", stdin="/help\n").err
     assert all(f"\n{name}" in err for name in ("/reset", "/budget", "/stats", "/help"))
