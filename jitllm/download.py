@@ -36,6 +36,7 @@ def download_url(url: str, target: Path, report: Report) -> None:
             done = _copy(chunks, file, total, report)
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or reason
         raise JitllmError(f"{url} cannot be downloaded: {reason}") from error
     if total and done != total:
         raise JitllmError(

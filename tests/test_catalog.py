@@ -195,6 +195,19 @@ def test_a_download_that_stops_early_or_is_another_file_leaves_nothing(
     assert files_in(cache) == []
 
 
+def test_without_a_network_the_reason_is_in_words(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    class Offline:
+        def open(self, url: str, timeout: float) -> None:
+            raise urllib.error.URLError(OSError(-2, "Name or service not known"))
+
+    monkeypatch.setattr(download, "_https_opener", Offline)
+    with pytest.raises(JitllmError, match="cannot be downloaded: Name or service not known"):
+        catalog.resolve("https://a.example/toy.gguf")
+    assert files_in(cache) == []
+
+
 def test_the_shards_of_a_set_come_together_and_go_when_used(
     monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
