@@ -39,7 +39,18 @@ def test_blocks_on_another_cpu_device_are_bit_equal_and_ran_there(model):
 
 def test_a_run_says_what_each_device_did(model):
     words = ["-devices", "cpu:1=3M", "-placement", "0=cpu:1,1=cpu:1~,2=host"]
-    command = [sys.executable, "-m", "tests.cli.real", "run", "--json", "-n", "4", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cli.real",
+        "run",
+        "--json",
+        "-n",
+        "4",
+        "-temp",
+        "0",
+        *words,
+    ]
     environment = os.environ | {"JITLLM_CACHE": str(model.parent / "cache")}
     done = subprocess.run(
         [*command, "-max-seq", "32", str(model), "ab"],
