@@ -9,6 +9,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from jitllm.cli.options import EngineOptions
 from jitllm.cli.report import count
 from jitllm.cli.terminal import progress_bar, read_text, say
+from jitllm.errors import UsageError
 
 _DEFAULT_ENGINE = EngineOptions()
 
@@ -34,7 +35,9 @@ def perplexity(
     """
     text = read_text(f)
     if engine.max_seq is None:
-        engine = dataclasses.replace(engine, max_seq=ctx)
+        engine = dataclasses.replace(engine, max_seq=max(1, ctx))
+    elif engine.max_seq < ctx:
+        raise UsageError(f"-max-seq {engine.max_seq} has no room for a window of -ctx {ctx}")
     with engine.open(model) as opened:
         from jitllm import evaluate
 

@@ -15,6 +15,7 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import yaml
@@ -202,7 +203,11 @@ class _Reader:
 
 def _kind(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return "nothing" if node.tag.endswith(":null") else repr(node.value)
+        return (
+            "nothing"
+            if node.tag.endswith(":null")
+            else repr(shorten(node.value, 60, placeholder="..."))
+        )
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
 

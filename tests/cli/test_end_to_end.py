@@ -104,6 +104,21 @@ def test_a_conversation_keeps_its_answer_while_its_budget_changes(cli, model, fo
     assert "★ OVER BUDGET" not in steady.err
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("-ctx", "0"), "perplexity needs windows of 4 tokens or more"),
+        (("-ctx", "64", "-max-seq", "32"), "-max-seq 32 has no room for a window of -ctx 64"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused_in_their_own_words(cli, model, folder, words, sentence):
+    text = folder / "text.txt"
+    text.write_text("abc " * 100)
+    outcome = cli("perplexity", "-f", str(text), *words, model)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert sentence in outcome.err
+
+
 def test_perplexity_does_not_depend_on_the_budget(cli, model, folder):
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 4)

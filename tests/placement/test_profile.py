@@ -77,6 +77,7 @@ _REFUSED = [
     ("- strict", "1:1: expected KEY: VALUE lines, but this is a list"),
     ("rules: {blocks: 1}", "1:8: expected a list of rules (- ...), but this is a mapping"),
     ("rules:\n- 7", "2:3: expected KEY: VALUE lines, but this is '7'"),
+    ("words " * 50, f"1:1: expected KEY: VALUE lines, but this is '{'words ' * 8}words...'"),
     (
         "rules:\n- blocks: 0-3\n  plcae: host",
         f"3:3: unknown key 'plcae' (did you mean place?); the keys here are {_RULE_KEYS}",
