@@ -283,17 +283,20 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _stream(client: "Client", path: str, body: dict[str, Any], shown: str) -> None:
-    usage, cost = {}, {}
+    """Prompt and reply to stdout, each piece at once; of a reply that fails before the first piece
+    nothing."""
+    usage, cost, begun = {}, {}, False
     options = {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        print(shown, end="", flush=True)
         for chunk in client.events(path, body | options):
             for choice in chunk["choices"]:
                 piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-                print(piece, end="", flush=True)
+                print(piece if begun else shown + piece, end="", flush=True)
+                begun = True
             usage, cost = chunk.get("usage") or usage, chunk.get("jitllm") or cost
     finally:
-        print(flush=True)
+        if begun:
+            print(flush=True)
     for line in served.cost_lines(usage, cost):
         say(line)
 

@@ -48,3 +48,10 @@ def test_keys_may_come_from_the_environment_and_are_not_shown(capsys, monkeypatc
     # with a key an open address is allowed: what fails is the folder that is not there
     assert main(["serve", "-addr", "0.0.0.0:0", "-models", "/nowhere", "-load", "x.jlm"]) == 1
     assert capsys.readouterr().err == "jitllmd: there is no model file 'x.jlm'\n"
+
+
+def test_a_server_that_is_not_there_is_one_sentence_and_no_text(capsys):
+    assert main(["run", "-addr", "127.0.0.1:1", "hi"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jitllmd: no server answers at 127.0.0.1:1")
