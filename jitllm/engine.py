@@ -213,8 +213,9 @@ class Engine:
         """What follows `prompt`, text or ids: an iterator of pieces of text.
 
         `sampling` are the fields of `SamplingParams`: n, temp, top_k, top_p, min_p, ... The
-        engine keeps one conversation for this call; a prompt that begins like the last one is not
-        computed again. For several at once take `session()`.
+        engine keeps one conversation for this call: a prompt that begins like the last one is not
+        computed again, and a reply under way ends where another begins. For several at once take
+        `session()`.
         """
         params = SamplingParams(**sampling)
         ids = self.tokenize(prompt, add_bos, parse_special) if isinstance(prompt, str) else prompt

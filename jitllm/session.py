@@ -269,8 +269,14 @@ class Generation:
         return next(self._pieces)
 
     def close(self) -> None:
-        """End the reply now."""
-        self._pieces.close()
+        """End the reply now. JitllmError: another thread is in the middle of a step of it."""
+        try:
+            self._pieces.close()
+        except ValueError:
+            raise JitllmError(
+                "another thread is at work on a reply of this conversation; take a session() of "
+                "its own for each"
+            ) from None
 
     def _run(self) -> Iterator[str]:
         report = self.report

@@ -122,6 +122,27 @@ def test_a_closed_engine_says_so(container):
     engine.close()
 
 
+def test_a_reply_is_not_ended_in_the_middle_of_another_thread_s_step(engine, monkeypatch):
+    whole = reply(engine, [1, 40, 41])
+    inside, go_on, forward = threading.Event(), threading.Event(), engine.forward
+
+    def slow(*args):
+        inside.set()
+        assert go_on.wait(60)
+        return forward(*args)
+
+    monkeypatch.setattr(engine, "forward", slow)
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append(reply(engine, [1, 40, 41])))
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(JitllmError, match="another thread is at work"):
+        engine.generate([1, 40, 41], n=6, temp=0)
+    go_on.set()
+    thread.join(60)
+    assert texts == [whole]
+
+
 def test_closing_waits_for_the_pass_under_way(container):
     engine = Engine.open(container, devices="cpu", max_seq=64)
     ended: list[Exception] = []
