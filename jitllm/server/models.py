@@ -64,7 +64,7 @@ class Models:
 
     def __init__(self, settings: Settings, open_engine: OpenEngine):
         self._settings, self._open = settings, open_engine
-        self._root = Path(settings.models)
+        self._root = settings.folder
         self._loaded: dict[str, Model] = {}
         self._busy: set[str] = set()
         self._lock = threading.Lock()

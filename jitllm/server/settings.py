@@ -16,6 +16,7 @@ from jitllm.errors import UsageError
 from jitllm.units import parse_size
 
 DEFAULT_ADDR = "127.0.0.1:4242"
+_FOLDER = "models"
 _SIZES = ("maxmem", "prefix_cache")
 
 
@@ -45,8 +46,9 @@ class Settings(ModelOptions):
 
     addr: str = DEFAULT_ADDR
     """HOST:PORT to listen at; port 0 takes a free one. Other than loopback needs --api-key."""
-    models: str = "models"
-    """The folder that models are loaded from, and never from elsewhere."""
+    models: str | None = None
+    """The folder that models are loaded from, and never from elsewhere; unset: models, which need
+    not be there yet."""
     load: tuple[str, ...] = ()
     """File in that folder to load at the start; may be given several times."""
     id: tuple[str, ...] = ()
@@ -100,6 +102,14 @@ class Settings(ModelOptions):
                 f"-addr {self.addr} can be reached from other machines; add --api-key KEY, or "
                 f"listen at {DEFAULT_ADDR}"
             )
+
+    @property
+    def folder(self) -> Path:
+        """Where models are loaded from. UsageError where one was named and is none."""
+        if self.models is not None and not Path(self.models).is_dir():
+            what = "is not a folder" if Path(self.models).exists() else "is not there"
+            raise UsageError(f"the folder of models {self.models} {what}; make it, or name another")
+        return Path(self.models or _FOLDER)
 
     @property
     def n_slots(self) -> int:

@@ -46,8 +46,17 @@ def test_keys_may_come_from_the_environment_and_are_not_shown(capsys, monkeypatc
     main(["serve", "--help"])
     assert "hush" not in capsys.readouterr().out
     # with a key an open address is allowed: what fails is the folder that is not there
-    assert main(["serve", "-addr", "0.0.0.0:0", "-models", "/nowhere", "-load", "x.jlm"]) == 1
-    assert capsys.readouterr().err == "jitllmd: there is no model file 'x.jlm'\n"
+    assert main(["serve", "-addr", "0.0.0.0:0", "-models", "/nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("jitllmd: the folder of models /nowhere is not there")
+
+
+def test_a_folder_of_models_that_is_none_is_usage(capsys, tmp_path):
+    file = tmp_path / "a.jlm"
+    file.touch()
+    for path, what in ((tmp_path / "none", "is not there"), (file, "is not a folder")):
+        assert main(["serve", "-models", str(path)]) == 2
+        sentence = f"the folder of models {path} {what}; make it, or name another"
+        assert capsys.readouterr().err == f"jitllmd: {sentence}\n"
 
 
 def test_a_server_that_is_not_there_is_one_sentence_and_no_text(capsys):

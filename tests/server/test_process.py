@@ -1,6 +1,7 @@
 """A real server in a process of its own: verbs, disconnects, changes while it runs, and its end."""
 
 import json
+import os
 import random
 import signal
 import socket
@@ -327,3 +328,19 @@ def test_flask_and_waitress_serve_find_the_application(folder, tmp_path):
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert (done.stdout, done.returncode) == ("t\n", 0), done.stderr
+
+
+def test_settings_that_cannot_be_end_the_application_in_one_sentence(tmp_path):
+    config = tmp_path / "server.yaml"
+    config.write_text("sesions: 2\n")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", "import app"],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=os.environ | {"JITLLMD_CONFIG": str(config)},
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"jitllmd: settings {config}: unknown key 'sesions'; known are ")
+    assert done.stderr.count("\n") == 1
