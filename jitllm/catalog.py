@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import psutil
 import yaml
 
 from jitllm import __version__
+from jitllm.cache import cache_dir
 from jitllm.download import Report, download_packages, download_url, file_sha256
 from jitllm.errors import JitllmError, UsageError
 from jitllm.gguf_file import MAGIC, shard_names
@@ -65,20 +65,6 @@ def catalog() -> dict[str, CatalogEntry]:
         name: CatalogEntry(name, **{**row, "packages": tuple(row.get("packages", ()))})
         for name, row in rows.items()
     }
-
-
-def cache_dir() -> Path:
-    """The folder of the cache: `JITLLM_CACHE`, or `jitllm` in the platform's cache folder."""
-    if own := os.environ.get("JITLLM_CACHE"):
-        return Path(own).expanduser().absolute()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        base = base if os.path.isabs(base) else "~/.cache"
-    return Path(base).expanduser() / "jitllm"
 
 
 def _quiet(*_: object) -> None:

@@ -20,7 +20,8 @@ from weakref import WeakSet
 import jax
 import numpy as np
 
-from jitllm.catalog import cache_dir, resolve
+from jitllm.cache import cache_dir
+from jitllm.catalog import resolve
 from jitllm.errors import JitllmError, UsageError
 from jitllm.executor import Executor, Feed
 from jitllm.kernels.ops import set_threads

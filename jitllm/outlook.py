@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
-from jitllm.catalog import cache_dir
+from jitllm.cache import cache_dir
 from jitllm.engine import Engine
 from jitllm.kernels.ops import choose
 from jitllm.paging import policy

@@ -5,7 +5,6 @@ import hashlib
 import importlib.util
 import io
 import os
-import sys
 import urllib.error
 import zipfile
 from pathlib import Path
@@ -56,33 +55,6 @@ def test_the_catalog_has_its_first_models_and_the_gemma_notice() -> None:
     models = catalog.catalog()
     assert {"smollm2-135m", "gemma3-270m", "stories260k"} <= models.keys()
     assert "ai.google.dev/gemma/terms" in models["gemma3-270m"].notice
-
-
-@pytest.mark.parametrize(
-    ("platform", "variables", "expected"),
-    [
-        ("linux", {}, "home/.cache/jitllm"),
-        ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/jitllm"),
-        ("linux", {"XDG_CACHE_HOME": "relative"}, "home/.cache/jitllm"),
-        ("darwin", {}, "home/Library/Caches/jitllm"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/jitllm"),
-        ("linux", {"XDG_CACHE_HOME": "/xdg", "JITLLM_CACHE": "/own"}, "/own"),
-    ],
-)
-def test_the_cache_is_where_the_platform_keeps_caches(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    platform: str,
-    variables: dict[str, str],
-    expected: str,
-) -> None:
-    for name in ("JITLLM_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(sys, "platform", platform)
-    assert catalog.cache_dir() == tmp_path / expected
 
 
 # Names

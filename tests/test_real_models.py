@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jitllm import catalog
+from jitllm.cache import cache_dir
 from jitllm.engine import Engine
 from tests import figures
 
@@ -30,9 +31,9 @@ class Answer:
 
 
 def skip_unless_cached(name: str) -> None:
-    container = catalog.cache_dir() / "containers" / catalog._container_name(name)
+    container = cache_dir() / "containers" / catalog._container_name(name)
     if not (container.exists() or catalog.kept(name)):
-        pytest.skip(f"{name} is not in the cache, {catalog.cache_dir()}")
+        pytest.skip(f"{name} is not in the cache, {cache_dir()}")
 
 
 @cache

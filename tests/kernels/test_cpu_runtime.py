@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,14 @@ def test_object_code_is_read_from_disk_the_second_time(tmp_path, monkeypatch):
     (kept,) = (tmp_path / "kernels").iterdir()
     assert kept.name.startswith(f"answer-{t.name}-")
     assert compile._object_code("answer", lambda _: pytest.fail("built again"), t) == code
+
+
+def test_object_code_is_kept_where_everything_else_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("JITLLM_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    kept = compile._object_path("answer", compile.tier())
+    assert kept.parent == tmp_path / "Library" / "Caches" / "jitllm" / "kernels"
 
 
 def test_another_tier_has_other_object_code(tmp_path, monkeypatch):

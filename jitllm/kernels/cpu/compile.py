@@ -22,6 +22,7 @@ from pathlib import Path
 import llvmlite
 import llvmlite.binding as llvm
 
+from jitllm.cache import cache_dir
 from jitllm.errors import UsageError
 from jitllm.kernels.cpu import ffi
 from jitllm.kernels.cpu.ir import Module
@@ -142,12 +143,6 @@ def assembly(build: Build, t: Tier) -> str:
     return machine.emit_assembly(_optimised(build(t), machine))
 
 
-def cache_folder() -> Path:
-    """Where object code is kept: `JITLLM_CACHE`, else `jitllm` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("JITLLM_CACHE") or Path(home) / "jitllm") / "kernels"
-
-
 @cache
 def _source_digest() -> bytes:
     digest = hashlib.sha256()
@@ -160,7 +155,7 @@ def _source_digest() -> bytes:
 def _object_path(name: str, t: Tier) -> Path:
     key = (llvmlite.__version__, t, ffi.api_version(), _source_digest(), name)
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-    return cache_folder() / f"{name}-{t.name}-{digest}.o"
+    return cache_dir() / "kernels" / f"{name}-{t.name}-{digest}.o"
 
 
 def _object_code(name: str, build: Build, t: Tier) -> bytes:
