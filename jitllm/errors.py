@@ -1,17 +1,38 @@
 """The errors a user can meet. The text of each is one sentence: which thing, what it was, what is
 allowed, what to do. The command line prints it after `jitllm: `; nothing here is a traceback."""
 
+import re
+
 
 class JitllmError(Exception):
     """An operation failed; the command line exits with `exit_code`."""
 
     exit_code = 1
 
+    @property
+    def typed(self) -> str:
+        """The sentence in the words of a command line."""
+        return str(self)
+
 
 class UsageError(JitllmError):
     """A flag or an argument cannot mean anything."""
 
     exit_code = 2
+
+
+class SettingError(UsageError):
+    """A setting has a value that it cannot have, or is what to change. The sentence calls it
+    `name`, as Python and requests do, and `typed` as a command line does: `top_p`, `-top-p`."""
+
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
+
+    @property
+    def typed(self) -> str:
+        flag = "-" + self.name.replace("_", "-")
+        return re.sub(rf"(?<![\w-]){self.name}(?!\w)", flag, str(self))
 
 
 class FormatError(JitllmError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jitllm.errors import BudgetError, FormatError, UsageError
+from jitllm.errors import BudgetError, FormatError, SettingError
 from jitllm.executor import CHUNK_TOKENS
 from jitllm.kernels.ops import choose
 from jitllm.model.config import ModelConfig
@@ -193,7 +193,9 @@ def _max_seq(config: ModelConfig, asked: int | None) -> int:
     if asked is None:
         return min(longest, DEFAULT_MAX_SEQ)
     if not 1 <= asked <= longest:
-        raise UsageError(f"max_seq is {asked}; this model's context is 1 to {longest} tokens")
+        raise SettingError(
+            "max_seq", f"max_seq is {asked}; this model's context is 1 to {longest} tokens"
+        )
     return asked
 
 

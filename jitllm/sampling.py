@@ -1,41 +1,21 @@
 """What a user can ask of the sampler. Plain data, no numpy and no jax: the command line reads the
 defaults and the field docstrings from here, and the server checks its request fields here."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from jitllm.errors import UsageError
+from jitllm.ranges import Range
 
-
-class Interval(NamedTuple):
-    """The values one field may take; `text` is how an error shows them."""
-
-    kind: type
-    low: float
-    high: float
-    text: str
-    open_low: bool = False
-
-    def holds(self, value: Any) -> bool:
-        """Whether `value` is of the kind and inside the interval (NaN never is)."""
-        kinds = (int,) if self.kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-            return False
-        return self.low <= value <= self.high and not (self.open_low and value == self.low)
-
-
-_INTERVALS = {
-    "n": Interval(int, 1, math.inf, "[1, inf)"),
-    "temp": Interval(float, 0, math.inf, "[0, inf)"),
-    "top_k": Interval(int, 0, math.inf, "[0, inf)"),
-    "top_p": Interval(float, 0, 1, "[0, 1]"),
-    "min_p": Interval(float, 0, 1, "[0, 1]"),
-    "repeat_penalty": Interval(float, 0, math.inf, "(0, inf)", open_low=True),
-    "repeat_last_n": Interval(int, 0, math.inf, "[0, inf)"),
-    "presence_penalty": Interval(float, -2, 2, "[-2, 2]"),
-    "frequency_penalty": Interval(float, -2, 2, "[-2, 2]"),
-    "seed": Interval(int, -(2**63), 2**64 - 1, "[-2^63, 2^64)"),
+_RANGES = {
+    "n": Range(int, 1),
+    "temp": Range(float),
+    "top_k": Range(int),
+    "top_p": Range(float, 0, 1),
+    "min_p": Range(float, 0, 1),
+    "repeat_penalty": Range(float, open_low=True),
+    "repeat_last_n": Range(int),
+    "presence_penalty": Range(float, -2, 2),
+    "frequency_penalty": Range(float, -2, 2),
+    "seed": Range(int, -(2**63), 2**64 - 1),
 }
 _OPTIONAL = ("n", "seed")
 
@@ -67,9 +47,8 @@ class SamplingParams:
     """Seed of the draws; absent: another one each time."""
 
     def __post_init__(self) -> None:
-        """Raises `UsageError`, naming the field and its interval, for a value outside it."""
-        for name, interval in _INTERVALS.items():
+        """SettingError for a value outside its range."""
+        for name, allowed in _RANGES.items():
             value = getattr(self, name)
-            if not (value is None and name in _OPTIONAL) and not interval.holds(value):
-                kind = "a whole number" if interval.kind is int else "a number"
-                raise UsageError(f"{name} has to be {kind} in {interval.text}, but is {value!r}")
+            if not (value is None and name in _OPTIONAL):
+                allowed.check(name, value)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jitllm.errors import JitllmError, UsageError
+from jitllm.errors import JitllmError, SettingError, UsageError
 from jitllm.executor import Feed
 from jitllm.model.kvcache import KVCache, copy_in, copy_out, resized
 from jitllm.model.sampler import make_rng, sample
@@ -116,9 +116,10 @@ class Session:
             raise UsageError(f"token ids are 0 to {n_vocab - 1}; {min(ids)} to {max(ids)} are not")
         if len(ids) > self.room_tokens:
             taken = f", of which {len(self.tokens)} are taken" if self.tokens else ""
-            raise UsageError(
+            raise SettingError(
+                "max_seq",
                 f"{len(ids)} tokens do not fit in a context of {self._engine.max_seq}{taken}; "
-                "shorten the text, begin anew or raise max_seq"
+                "shorten the text, begin anew or raise max_seq",
             )
         self._engine.make_room(self, len(self.tokens) + len(ids))
         return Feed(ids, self._kvs, len(self.tokens))

@@ -30,13 +30,14 @@ MEETING_PLACE = [
     "jitllm.outlook",
     "jitllm.sweep",
 ]
-PLAIN = ["jitllm.errors", "jitllm.units", "jitllm.cache"]
+PLAIN = ["jitllm.errors", "jitllm.units", "jitllm.ranges", "jitllm.cache"]
 
 MAY_IMPORT: dict[str, list[str]] = {
     # The longest name that begins a module's own is its row. Everything may import `PLAIN`.
     "jitllm": ["jitllm.engine"],
     "jitllm.errors": [],
     "jitllm.units": [],
+    "jitllm.ranges": [],
     "jitllm.cache": [],
     "jitllm.sampling": [],
     "jitllm.reports": ["jitllm.placement.devices"],

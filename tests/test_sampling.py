@@ -1,4 +1,4 @@
-"""SamplingParams: the defaults, the intervals and the sentences for what lies outside them."""
+"""SamplingParams: the defaults, the ranges and the sentences for what lies outside them."""
 
 import dataclasses
 import subprocess
@@ -11,33 +11,33 @@ from jitllm.sampling import SamplingParams
 
 _WHOLE, _NUMBER = "a whole number", "a number"
 _REFUSED = [
-    ("n", 0, _WHOLE, "[1, inf)"),
-    ("n", 2.0, _WHOLE, "[1, inf)"),
-    ("n", True, _WHOLE, "[1, inf)"),
-    ("temp", -0.1, _NUMBER, "[0, inf)"),
-    ("temp", float("nan"), _NUMBER, "[0, inf)"),
-    ("temp", float("inf"), _NUMBER, "[0, inf)"),
-    ("temp", "hot", _NUMBER, "[0, inf)"),
-    ("temp", None, _NUMBER, "[0, inf)"),
-    ("top_k", -1, _WHOLE, "[0, inf)"),
-    ("top_p", 1.5, _NUMBER, "[0, 1]"),
-    ("min_p", -0.01, _NUMBER, "[0, 1]"),
-    ("repeat_penalty", 0, _NUMBER, "(0, inf)"),
-    ("repeat_last_n", -1, _WHOLE, "[0, inf)"),
-    ("presence_penalty", 2.1, _NUMBER, "[-2, 2]"),
-    ("frequency_penalty", -2.1, _NUMBER, "[-2, 2]"),
-    ("seed", 2**64, _WHOLE, "[-2^63, 2^64)"),
+    ("n", 0, _WHOLE, "of 1 or more"),
+    ("n", 2.0, _WHOLE, "of 1 or more"),
+    ("n", True, _WHOLE, "of 1 or more"),
+    ("temp", -0.1, _NUMBER, "of 0 or more"),
+    ("temp", float("nan"), _NUMBER, "of 0 or more"),
+    ("temp", float("inf"), _NUMBER, "of 0 or more"),
+    ("temp", "hot", _NUMBER, "of 0 or more"),
+    ("temp", None, _NUMBER, "of 0 or more"),
+    ("top_k", -1, _WHOLE, "of 0 or more"),
+    ("top_p", 1.5, _NUMBER, "from 0 to 1"),
+    ("min_p", -0.01, _NUMBER, "from 0 to 1"),
+    ("repeat_penalty", 0, _NUMBER, "above 0"),
+    ("repeat_last_n", -1, _WHOLE, "of 0 or more"),
+    ("presence_penalty", 2.1, _NUMBER, "from -2 to 2"),
+    ("frequency_penalty", -2.1, _NUMBER, "from -2 to 2"),
+    ("seed", 2**64, _WHOLE, f"from {-(2**63)} to {2**64 - 1}"),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "kind", "interval"), _REFUSED)
-def test_a_value_outside_its_interval_is_refused_with_the_interval(name, value, kind, interval):
+@pytest.mark.parametrize(("name", "value", "kind", "allowed"), _REFUSED)
+def test_a_value_outside_its_range_is_refused_with_the_range(name, value, kind, allowed):
     with pytest.raises(UsageError) as refusal:
         SamplingParams(**{name: value})
-    assert str(refusal.value) == f"{name} has to be {kind} in {interval}, but is {value!r}"
+    assert str(refusal.value) == f"{name} has to be {kind} {allowed}, but is {value!r}"
 
 
-def test_the_ends_of_closed_intervals_are_allowed():
+def test_the_ends_of_a_range_are_allowed():
     SamplingParams(n=1, temp=0, top_k=0, top_p=0, min_p=0, repeat_last_n=0, seed=-(2**63))
     SamplingParams(top_p=1, min_p=1, seed=2**64 - 1, repeat_penalty=1e-3)
 

@@ -105,7 +105,7 @@ def _report(prog: str, error: Exception) -> int:
         traceback.print_exception(error)
     known = isinstance(error, JitllmError)
     with contextlib.suppress(BrokenPipeError):
-        say(f"{prog}: {error if known else _describe(error)}")
+        say(f"{prog}: {error.typed if known else _describe(error)}")
     return error.exit_code if known else 1
 
 

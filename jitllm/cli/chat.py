@@ -83,7 +83,7 @@ class Conversation:
                 elif line.strip():
                     self._answer(line)
             except JitllmError as error:
-                say(f"jitllm: {error}")
+                say(f"jitllm: {error.typed}")
 
     def _answer(self, text: str) -> None:
         turn = self.session.chat(text, self.params, system=self.system, stop=self.stop)

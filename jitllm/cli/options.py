@@ -7,7 +7,7 @@ from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jitllm.cli.terminal import progress_bar, say
-from jitllm.errors import UsageError
+from jitllm.ranges import check_counts
 from jitllm.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -66,14 +66,8 @@ class EngineOptions:
     """YAML file that says all this; the flags win over it."""
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a count that cannot be."""
-        for name, least in (("max_seq", 1), ("threads", 1), ("gpu_layers", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                flag = "-" + name.replace("_", "-")
-                raise UsageError(
-                    f"{flag} has to be a whole number in [{least}, inf), but is {value}"
-                )
+        """SettingError for a count that cannot be."""
+        check_counts(self, max_seq=1, threads=1, gpu_layers=0)
 
     def open(self, model: str) -> "Engine":
         """The engine for `model`: a container, a GGUF or a catalog name, fetched and converted

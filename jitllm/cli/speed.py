@@ -8,7 +8,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from jitllm.cli.options import EngineOptions
 from jitllm.cli.terminal import progress_bar
-from jitllm.errors import UsageError
+from jitllm.ranges import Range
 from jitllm.units import format_size
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def speed(
         r: Rounds; medians are reported.
         json: Print one JSON object.
     """
-    for flag, value in (("-p", p), ("-n", n), ("-r", r)):
-        if value < 1:
-            raise UsageError(f"{flag} has to be a whole number in [1, inf), but is {value}")
+    for name, value in (("p", p), ("n", n), ("r", r)):
+        Range(int, 1).check(name, value)
     if engine.max_seq is None:
         engine = dataclasses.replace(engine, max_seq=max(p, n, 1))
     with engine.open(model) as opened:

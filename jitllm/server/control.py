@@ -193,7 +193,7 @@ def stats() -> Response:
     except ValueError:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
-        raise bad_value("watch", "watch has to be a number of seconds in [0.1, 3600]")
+        raise bad_value("watch", "watch has to be a number of seconds from 0.1 to 3600")
     watchers = server().watchers
     if not watchers.acquire(blocking=False):
         raise ApiError(429, "too many watch already", code="too_many_watchers")

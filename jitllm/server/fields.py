@@ -3,11 +3,11 @@
 `null` never arrives here: it means that the field is absent.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jitllm.ranges import Range
 from jitllm.server.errors import ApiError, bad_value
 
 Read = Callable[[Any, str], Any]
@@ -29,33 +29,26 @@ def shown(value: Any) -> str:
 
 
 def integer(low: int, high: int) -> Kind:
-    """A whole number in [low, high]; `true` is none."""
+    """A whole number from `low` to `high`; `true` is none."""
 
-    def read(value: Any, name: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise bad_value(
-                name, f"{name} has to be a whole number in [{low}, {high}], but is {shown(value)}"
-            )
-        return value
-
+    read = _read_in(Range(int, low, high))
     return Kind(read, {"type": "integer", "minimum": low, "maximum": high})
 
 
 def number(low: float, high: float, *, open_low: bool = False) -> Kind:
-    """A finite number in [low, high], or in (low, high] where `open_low`."""
-    bracket = "(" if open_low else "["
-
-    def read(value: Any, name: str) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        inside = is_number and low <= value <= high and not (open_low and value == low)
-        if not inside or not math.isfinite(value):
-            raise bad_value(
-                name, f"{name} has to be a number in {bracket}{low}, {high}], but is {shown(value)}"
-            )
-        return float(value)
-
+    """A number from `low` to `high`, without `low` itself where `open_low`."""
+    read = _read_in(Range(float, low, high, open_low))
     least = {"exclusiveMinimum" if open_low else "minimum": low}
     return Kind(read, {"type": "number", "maximum": high} | least)
+
+
+def _read_in(allowed: Range) -> Read:
+    def read(value: Any, name: str) -> Any:
+        if not allowed.holds(value):
+            raise bad_value(name, f"{name} has to be {allowed}, but is {shown(value)}")
+        return allowed.kind(value)
+
+    return read
 
 
 def boolean() -> Kind:

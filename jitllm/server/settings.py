@@ -12,7 +12,8 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
-from jitllm.errors import UsageError
+from jitllm.errors import SettingError, UsageError
+from jitllm.ranges import check_counts
 from jitllm.units import parse_size
 
 DEFAULT_ADDR = "127.0.0.1:4242"
@@ -72,18 +73,19 @@ class Settings(ModelOptions):
     """Form of the log on stderr."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for values that cannot mean anything together."""
+        """UsageError for values that cannot be, alone or together."""
         split_addr(self.addr)
         if len(self.id) > len(self.load):
-            raise UsageError(f"-id {self.id[len(self.load)]} has no -load that it could name")
-        for name, least in (("sessions", 1), ("max_queue", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} has to be at least {least}, but is {getattr(self, name)}")
+            spare = self.id[len(self.load)]
+            raise SettingError("id", f"id {spare} has no file to load that it could name")
+        check_counts(self, sessions=1, max_queue=0, prefix_cache=0)
         if self.log_format not in ("text", "json"):
             raise UsageError(f"log_format has to be text or json, but is {self.log_format!r}")
         for origin in self.cors_origin:
             if not origin.startswith(("http://", "https://")) or origin.endswith("/"):
-                raise UsageError(f"cors_origin {origin!r} is no origin; write https://app.example")
+                raise SettingError(
+                    "cors_origin", f"cors_origin {origin!r} is no origin; write https://app.example"
+                )
 
     @property
     def host(self) -> str:
@@ -124,13 +126,15 @@ class Settings(ModelOptions):
 
 
 def split_addr(addr: str) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT` or `[IPV6]:PORT`. UsageError where it is neither."""
+    """(host, port) of `HOST:PORT` or `[IPV6]:PORT`. SettingError where it is neither."""
     host, colon, port = addr.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):
-        raise UsageError(f"-addr {addr!r} is not HOST:PORT; write e.g. {DEFAULT_ADDR}")
+        raise SettingError("addr", f"addr {addr!r} is not HOST:PORT; write e.g. {DEFAULT_ADDR}")
     if not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise UsageError(f"-addr {addr!r}: {port!r} is not a port; write e.g. {DEFAULT_ADDR}")
+        raise SettingError(
+            "addr", f"addr {addr!r}: {port!r} is not a port; write e.g. {DEFAULT_ADDR}"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -161,13 +165,19 @@ def load_settings(path: str | Path, **overrides: Any) -> Settings:
         if key not in hints:
             raise UsageError(f"settings {path}: unknown key {key!r}; known are {', '.join(hints)}")
     given = {key: _value(path, key, value, hints[key]) for key, value in content.items()}
-    return Settings(**given | overrides)
+    try:
+        return Settings(**given | overrides)
+    except UsageError as error:
+        raise UsageError(f"settings {path}: {error}") from None
 
 
 def _value(path: str | Path, key: str, value: Any, hint: Any) -> Any:
     """A YAML value as the field's type; sizes may be text."""
     if key in _SIZES and isinstance(value, str):
-        return parse_size(value)
+        try:
+            return parse_size(value)
+        except UsageError as error:
+            raise UsageError(f"settings {path}: {key}: {error}") from None
     if hint == tuple[str, ...] and isinstance(value, list | str):
         return tuple(map(str, value)) if isinstance(value, list) else (value,)
     kinds = {str: str, str | None: str | None, int: int, int | None: int | None}

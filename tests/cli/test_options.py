@@ -73,15 +73,15 @@ def test_flags_win_over_the_profile(profile):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"max_seq": 0}, "-max-seq has to be a whole number in [1, inf), but is 0"),
-        ({"threads": -1}, "-threads has to be a whole number in [1, inf), but is -1"),
-        ({"gpu_layers": -3}, "-gpu-layers has to be a whole number in [0, inf), but is -3"),
+        ({"max_seq": 0}, "-max-seq has to be a whole number of 1 or more, but is 0"),
+        ({"threads": -1}, "-threads has to be a whole number of 1 or more, but is -1"),
+        ({"gpu_layers": -3}, "-gpu-layers has to be a whole number of 0 or more, but is -3"),
     ],
 )
 def test_a_count_that_cannot_be_is_refused(settings, sentence):
     with pytest.raises(UsageError) as refusal:
         EngineOptions(**settings)
-    assert str(refusal.value) == sentence
+    assert refusal.value.typed == sentence
 
 
 def test_a_mistake_in_a_profile_is_a_usage_error_with_its_place(cli, tmp_path):

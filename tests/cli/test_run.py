@@ -96,7 +96,7 @@ def test_a_failure_amid_the_reply_ends_the_line_and_exits_1(cli, engine):
 
 def test_a_setting_out_of_range_is_a_usage_error(cli, engine):
     outcome = cli("run", "-top-p", "7", "m.jlm", "x")
-    assert outcome == (2, "", "jitllm: top_p has to be a number in [0, 1], but is 7.0\n")
+    assert outcome == (2, "", "jitllm: -top-p has to be a number from 0 to 1, but is 7.0\n")
 
 
 def test_a_size_that_is_none_is_a_usage_error(cli, engine):
