@@ -39,6 +39,7 @@ WEIGHT: dict[str, Type] = {
     "first_item": i64,  # its part of the call's items: tiles, or pairs of tiles
     "n_items": i64,
     "one": ptr,
+    "few": ptr,
     "unpack": ptr,
     "panel": ptr,
     "panel_steps": i64,

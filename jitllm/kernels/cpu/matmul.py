@@ -28,9 +28,9 @@ from jitllm.kernels.cpu.compile import Tier, assembly, load
 from jitllm.kernels.cpu.formats import CODES
 from jitllm.kernels.cpu.ir import Function, Module, Value, i8, i32, i64, ptr
 from jitllm.kernels.cpu.panel import write_panel, write_unpack
-from jitllm.kernels.cpu.rows import few, write_rows
-from jitllm.kernels.cpu.steps import PANEL_TILES, SHAPES, Shape, shape_of
-from jitllm.kernels.cpu.stream import write_one
+from jitllm.kernels.cpu.rows import write_rows
+from jitllm.kernels.cpu.steps import FEW_TOKENS, PANEL_TILES, SHAPES, Shape, shape_of
+from jitllm.kernels.cpu.stream import write_few, write_one
 
 MAX_WEIGHTS = 4
 
@@ -39,7 +39,7 @@ CALL_PARAMS = ("n_weights", "k", "eps", "activation", "norm", "add", "scratch", 
 
 WEIGHT_PARAMS = ("code", "is_float", "n_rows", "tile_bytes", "bias")
 
-_TABLE = ("one", "unpack", "panel")  # functions of a type: a row of the table
+_TABLE = ("one", "few", "unpack", "panel")  # functions of a type: a row of the table
 _GRAIN_BYTES = 16 << 10  # weights worth a fork
 _TOKEN_GRAIN = 8192  # activations worth a fork
 
@@ -63,7 +63,7 @@ def _read_call(f: Function, t: Tier, frame: ffi.Frame, job: Fields) -> None:
         job[name] = _optional(f, param[name], lambda i: frame.arg(i).data)
     for name, shape in (("ints", "scaled"), ("floats", "float")):
         job[name] = _optional(f, param[name], lambda i: scratch + i)
-        job[f"{name}_block"] = f.select(n <= few(t), 1, f.value(SHAPES[shape].tokens(t), i64))
+        job[f"{name}_block"] = f.select(n <= FEW_TOKENS, 1, f.value(SHAPES[shape].tokens(t), i64))
 
 
 def _read_weight(f: Function, frame: ffi.Frame, job: Fields, i: Value) -> Fields:
@@ -106,19 +106,19 @@ def _write_handler(m: Module, t: Tier, gated: bool) -> None:
         f = frame.fn
         job = job_at(f, f.stack(i8, JOB_BYTES + MAX_WEIGHTS * WEIGHT_BYTES, align=8))
         _read_call(f, t, frame, job)
-        one_by_one = job["n_tokens"] <= few(t)
+        by_tiles = job["n_tokens"] <= FEW_TOKENS
         items = f.var(f.value(0, i64))
         with f.loop(0, job["n_weights"]) as i:
             w = _read_weight(f, frame, job, i)
-            n = f.select(one_by_one, w["n_tiles"], (w["n_tiles"] + PANEL_TILES - 1) // PANEL_TILES)
+            n = f.select(by_tiles, w["n_tiles"], (w["n_tiles"] + PANEL_TILES - 1) // PANEL_TILES)
             w["first_item"], w["n_items"] = items.get(), n
             items.set(n if gated else items.get() + n)
         token_grain = f.value(_TOKEN_GRAIN, i64) // job["k"]
         _share(frame, job, "prepare", job["n_tokens"], token_grain)
-        with f.either(one_by_one) as (one, many):
-            with one:
+        with f.either(by_tiles) as (few, many):
+            with few:
                 grain = f.value(_GRAIN_BYTES, i64) // weight_of(job, 0)["tile_bytes"]
-                _share(frame, job, "rows_one", items.get(), grain)
+                _share(frame, job, "rows_few", items.get(), grain)
             with many:
                 _share(frame, job, "rows_many", items.get(), f.value(1, i64))
 
@@ -139,11 +139,12 @@ def _build_handler(gated: bool) -> Callable[[Tier], Module]:
 
 
 def build_type(qtype: str) -> Callable[[Tier], Module]:
-    """The unit of one weight type: `one` and `unpack`."""
+    """The unit of one weight type: `one`, `few` and `unpack`."""
 
     def build(t: Tier) -> Module:
         m = Module(qtype)
         write_one(m, t, qtype)
+        write_few(m, t, qtype)
         write_unpack(m, t, qtype)
         return m
 
@@ -180,7 +181,7 @@ def target(op: str, t: Tier) -> str:
 def enable(op: str, qtype: str, t: Tier) -> int:
     """Load the kernels of a weight type into the table of an op; the type's number in it."""
     shape = shape_of(qtype)
-    kernels = load(qtype, build_type(qtype), t, ("one", "unpack"))
+    kernels = load(qtype, build_type(qtype), t, ("one", "few", "unpack"))
     kernels |= load(f"panel-{shape.name}", build_panel(shape), t, ("panel",))
     at = _handler(op, t)["table"] + 8 * len(_TABLE) * CODES[qtype]
     for i, name in enumerate(_TABLE):
@@ -189,5 +190,5 @@ def enable(op: str, qtype: str, t: Tier) -> int:
 
 
 def type_assembly(qtype: str, t: Tier) -> str:
-    """What `enable` loads for a weight type, as text: `one` and `unpack`, then `panel`."""
+    """What `enable` loads for a weight type, as text: `one`, `few` and `unpack`, then `panel`."""
     return assembly(build_type(qtype), t) + assembly(build_panel(shape_of(qtype)), t)

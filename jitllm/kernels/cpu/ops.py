@@ -18,8 +18,8 @@ from jitllm.kernels.cpu import norm as norms
 from jitllm.kernels.cpu.attention import attention
 from jitllm.kernels.cpu.compile import Tier, tier
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP
-from jitllm.kernels.cpu.rows import ACTIVATIONS, few
-from jitllm.kernels.cpu.steps import SHAPES, STEP_BYTES
+from jitllm.kernels.cpu.rows import ACTIVATIONS
+from jitllm.kernels.cpu.steps import FEW_TOKENS, SHAPES, STEP_BYTES
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.kernels.tensor import QuantizedTensor
 
@@ -72,7 +72,7 @@ def _scratch(qtypes: Sequence[str], n: int, k: int, t: Tier) -> tuple[int, int, 
     ):
         used = any(q in wanted for q in qtypes)
         offsets.append(at if used else -1)
-        block = 1 if n <= few(t) else SHAPES[shape].tokens(t)
+        block = 1 if n <= FEW_TOKENS else SHAPES[shape].tokens(t)
         rows = -(-n // block) * block if used else 0
         at += -(-rows * row_bytes // _ALIGN) * _ALIGN
     return at, offsets[0], offsets[1]

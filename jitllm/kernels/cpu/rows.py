@@ -1,8 +1,8 @@
 """What the threads of a product call do: rows of weights, and what ends a product.
 
-Items are tiles (a few tokens, one by one through the streaming kernel) or pairs of tiles
-(more tokens, in blocks through the panel kernel). Bias, residual, SiLU or GELU gate are applied
-while the sums are in cache.
+Items are tiles (one token or a few, through the streaming kernels) or pairs of tiles (more, in
+blocks through the panel kernel). Bias, residual, SiLU or GELU gate are applied while the sums are
+in cache.
 """
 
 from __future__ import annotations
@@ -16,16 +16,7 @@ from jitllm.kernels.cpu.activations import WEIGHT, Fields, job_at, weight_of
 from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.ir import Function, Module, Value, i8, i64, ptr, void
 from jitllm.kernels.cpu.norm import VECTOR, each_row
-from jitllm.kernels.cpu.steps import PANEL_BYTES, PANEL_TILES, prefetch
-
-
-def few(t: Tier) -> int:
-    """Up to so many tokens, streaming the weights for each is faster than unpacking them once.
-
-    Measured: a block of 16 in AMX tiles costs what 7 tokens do one by one, of 6 in VNNI what 4 do.
-    """
-    return 6 if t.amx else 3
-
+from jitllm.kernels.cpu.steps import FEW_TOKENS, PANEL_BYTES, PANEL_TILES, prefetch
 
 ACTIVATIONS: dict[str, Callable[[Function, Value], Value]] = {
     "silu": vmath.silu,
@@ -37,10 +28,10 @@ _RUN_TILES = 4  # tiles per call of `one`
 
 
 def write_rows(m: Module, t: Tier, gated: bool) -> None:
-    """Write rows_one(job, begin, end) over tiles and rows_many(job, begin, end) over pairs."""
+    """Write rows_few(job, begin, end) over tiles and rows_many(job, begin, end) over pairs."""
     (_write_finish_gated if gated else _write_finish)(m)
     _write_many(m)
-    _write_rows_one(m, gated)
+    _write_rows_few(m, gated)
     _write_rows_many(m, t, gated)
 
 
@@ -134,25 +125,31 @@ def _each_item(
             body(w, first, last)
 
 
-def _run_one(job: Fields, w: Fields, token: Value, tile: Value, n: Value, out: Value) -> None:
-    x = w["x"] + token * w["x_block_bytes"]
+def _run(job: Fields, w: Fields, tile: Value, n: Value, out: Value) -> None:
+    """The products of all tokens with `n` tiles from `tile` on, into f32[tokens, n, 16]."""
+    f, tokens, x = job.f, job["n_tokens"], w["x"]
     tiles = w["tiles"] + tile * w["tile_bytes"]
-    job.f.call(w["one"], x, tiles, job["k"], w["tile_bytes"], n, out)
+    args = (x, tiles, job["k"], w["tile_bytes"], n, out)
+    with f.either(tokens.eq(1)) as (one, few):
+        with one:
+            f.call(w["one"], *args)
+        with few:
+            f.call(w["few"], *args, w["x_block_bytes"], tokens)
 
 
-def _write_rows_one(m: Module, gated: bool) -> None:
-    with m.function("rows_one", void, [ptr, i64, i64]) as f:
+def _write_rows_few(m: Module, gated: bool) -> None:
+    with m.function("rows_few", void, [ptr, i64, i64]) as f:
         address, begin, end = f.args
         job = job_at(f, address)
-        outs = [f.stack(VECTOR, _RUN_TILES, align=64) for _ in range(2)]
+        outs = [f.stack(VECTOR, FEW_TOKENS * _RUN_TILES, align=64) for _ in range(2)]
 
         def tiles(w: Fields, first: Value, last: Value) -> None:
-            with f.loop(first, last, _RUN_TILES) as tile, f.loop(0, job["n_tokens"]) as token:
+            with f.loop(first, last, _RUN_TILES) as tile:
                 n = f.minimum(last - tile, _RUN_TILES)
-                _run_one(job, w, token, tile, n, outs[0])
-                if gated:
-                    _run_one(job, weight_of(job, 1), token, tile, n, outs[1])
-                _finish(job, w, (token, f.value(1, i64), tile, n), outs, gated)
+                for i, out in enumerate(outs if gated else outs[:1]):
+                    _run(job, weight_of(job, i) if gated else w, tile, n, out)
+                part = (f.value(0, i64), job["n_tokens"], tile, n)
+                _finish(job, w, part, outs, gated)
 
         _each_item(job, begin, end, tiles, gated)
 
