@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -36,24 +37,25 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
     SIGTERM and ctrl-C let replies under way finish, for `DRAIN_S`; a second signal does not.
     """
     settings.check_bind()
-    _log_to_stderr(settings.log_format)
-    app = create_app(settings)
-    state: Server = app.extensions["jitllm"]
-    try:
-        httpd = _listen(app, settings)
-        stop = _stop_signals()
-        thread = threading.Thread(target=httpd.run, name="jitllmd-http", daemon=True)
-        thread.start()
-        say(f"listening at http://{_address(httpd)}")
-        stop.wait()
-        say("draining: replies under way may finish")
-        stop.clear()
-        _drain(state, httpd, stop)
-    finally:
-        state.close()
+    with _log_on_stderr(settings.log_format):
+        app = create_app(settings)
+        state: Server = app.extensions["jitllm"]
+        try:
+            httpd = listen(app, settings)
+            stop = _stop_signals()
+            thread = threading.Thread(target=httpd.run, name="jitllmd-http", daemon=True)
+            thread.start()
+            say(f"listening at http://{_address(httpd)}")
+            stop.wait()
+            say("draining: replies under way may finish")
+            stop.clear()
+            _drain(state, httpd, stop)
+        finally:
+            state.close()
 
 
-def _listen(app: Any, settings: Settings) -> BaseWSGIServer | MultiSocketServer:
+def listen(app: Any, settings: Settings) -> BaseWSGIServer | MultiSocketServer:
+    """`app` at the address of the settings; it answers while `run` does."""
     try:
         return waitress.create_server(
             app,
@@ -142,7 +144,9 @@ def _plain(value: Any) -> str:
     return text if text.isprintable() and " " not in text else json.dumps(text)
 
 
-def _log_to_stderr(log_format: str) -> None:
+@contextmanager
+def _log_on_stderr(log_format: str) -> Iterator[None]:
+    """What is logged inside goes to the stderr that there is now, and afterwards where it went."""
     handler = logging.StreamHandler()
     forms = {
         "json": _JsonLines(),
@@ -150,7 +154,14 @@ def _log_to_stderr(log_format: str) -> None:
     }
     handler.setFormatter(forms[log_format])
     levels = {"jitllmd": logging.INFO, "jitllm": logging.INFO, "waitress": logging.ERROR}
-    for name, level in levels.items():
-        logger = logging.getLogger(name)
+    loggers = {logging.getLogger(name): level for name, level in levels.items()}
+    before = {logger: (logger.handlers, logger.propagate, logger.level) for logger in loggers}
+    for logger, level in loggers.items():
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate, level) in before.items():
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)

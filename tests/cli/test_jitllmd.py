@@ -1,5 +1,6 @@
 """`jitllmd` as a program: its pages, and what it loads to show them."""
 
+import logging
 import subprocess
 import sys
 
@@ -57,6 +58,13 @@ def test_a_folder_of_models_that_is_none_is_usage(capsys, tmp_path):
         assert main(["serve", "-models", str(path)]) == 2
         sentence = f"the folder of models {path} {what}; make it, or name another"
         assert capsys.readouterr().err == f"jitllmd: {sentence}\n"
+
+
+def test_a_server_that_ended_logs_nowhere(capsys):
+    loggers = [logging.getLogger(name) for name in ("jitllmd", "jitllm", "waitress")]
+    before = [(list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
+    assert main(["serve", "-addr", "127.0.0.1:0", "-load", "none.jlm"]) == 1
+    assert [(logger.handlers, logger.propagate, logger.level) for logger in loggers] == before
 
 
 def test_a_server_that_is_not_there_is_one_sentence_and_no_text(capsys):
