@@ -47,6 +47,12 @@ _LIST = {
     "required": ["object", "data"],
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _OBJECT}},
 }
+_EVENT = {
+    "type": "object",
+    "description": "One server-sent event: data is a JSON object, or [DONE] at the end of a reply",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _WATCH = {
     "name": "watch",
@@ -126,7 +132,9 @@ def _paths() -> dict[str, Any]:
         },
         f"{session}/placement/moves": {"parameters": [_ID], "post": move},
         "/jitllm/devices": {"get": _get("The memory that can be spent", _LIST)},
-        "/jitllm/stats": {"get": _get("Everything that is counted") | {"parameters": [_WATCH]}},
+        "/jitllm/stats": {
+            "get": _streams(_get("Everything that is counted")) | {"parameters": [_WATCH]}
+        },
     }
 
 
@@ -148,9 +156,13 @@ def _post(
 
 def _text(what: str, table: Mapping[str, Kind], required: str) -> dict[str, Any]:
     operation = _post(what, table, (required,))
-    content = operation["responses"]["200"]["content"]
-    content["application/json"]["schema"] = _REPLY
-    content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation["responses"]["200"]["content"]["application/json"]["schema"] = _REPLY
+    return _streams(operation)
+
+
+def _streams(operation: dict[str, Any]) -> dict[str, Any]:
+    """`operation`, which can answer with events as well. OpenAPI 3.1 describes one of them."""
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return operation
 
 

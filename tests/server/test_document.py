@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
@@ -12,13 +13,17 @@ from tests.server.conftest import Served
 from tests.server.fake_engine import FakeEngine
 
 
-def test_whatever_the_document_allows_is_answered_as_it_says(make: Callable[..., Served]) -> None:
+@pytest.fixture
+def schema(make: Callable[..., Served]) -> Any:
     app = make(FakeEngine(max_seq=256)).app
 
     def from_here(environ: dict[str, Any], start: Callable) -> Iterable[bytes]:
         return app(environ | {"REMOTE_ADDR": "127.0.0.1"}, start)
 
-    schema = schemathesis.openapi.from_wsgi("/openapi.json", from_here)
+    return schemathesis.openapi.from_wsgi("/openapi.json", from_here)
+
+
+def test_whatever_the_document_allows_is_answered_as_it_says(schema) -> None:
     # the figures may be asked for as a stream without end
     operations = [o.ok() for o in schema.exclude(path="/jitllm/stats").get_all_operations()]
     assert len(operations) > 20
@@ -30,8 +35,22 @@ def _try(operation: Any) -> None:
     @given(case=operation.as_strategy())
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     def answered(case: Any) -> None:
-        response = case.call(headers={"Host": "localhost"})
-        checks = [not_a_server_error, response_schema_conformance]
-        case.validate_response(response, checks=checks)
+        _check(case)
 
     answered()
+
+
+def test_replies_are_as_the_document_says_whole_and_streamed(schema) -> None:
+    prompts = {"prompt": "abc"}, {"messages": [{"role": "user", "content": "abc"}]}
+    for path, prompt in zip(("/v1/completions", "/v1/chat/completions"), prompts, strict=True):
+        for stream, mimetype in ((False, "application/json"), (True, "text/event-stream")):
+            response = _check(schema[path]["POST"].Case(body=prompt | {"stream": stream}))
+            assert response.status_code == 200
+            assert response.headers["content-type"][0].startswith(mimetype)
+
+
+def _check(case: Any) -> Any:
+    response = case.call(headers={"Host": "localhost"})
+    checks = [not_a_server_error, response_schema_conformance]
+    case.validate_response(response, checks=checks)
+    return response
