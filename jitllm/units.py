@@ -38,3 +38,17 @@ def format_size(n_bytes: int) -> str:
             break
     digits = 2 if unit not in ("KiB", "MiB") else 1
     return f"{value:.{digits}f} {unit}"
+
+
+def exact_size(n_bytes: int) -> str:
+    """`format_size`, and in bytes where that rounds: `210.0 KiB`, `210.0 KiB (215039 bytes)`."""
+    text = format_size(n_bytes)
+    return text if parse_size(text) == n_bytes else f"{text} ({n_bytes} bytes)"
+
+
+def told_apart(one: int, other: int) -> tuple[str, str]:
+    """Both in the form of `format_size`, and in bytes where that hides that they differ."""
+    texts = format_size(one), format_size(other)
+    if one == other or texts[0] != texts[1]:
+        return texts
+    return exact_size(one), exact_size(other)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jitllm.errors import BudgetError
-from jitllm.units import format_size
+from jitllm.units import told_apart
 
 LINES = ("weights", "kv", "activations", "staging", "prefix_cache")
 """The ledger's lines. `weights` is all that is weight-shaped: frames, embedding, row look-ups."""
@@ -96,9 +96,8 @@ class Ledger:
         with self._lock:
             budget, used = self._budgets[line], self._used[line] + n_bytes
             if budget is not None and used > budget:
-                raise BudgetError(
-                    f"{line} would take {format_size(used)} of its {format_size(budget)}", used
-                )
+                wanted, ceiling = told_apart(used, budget)
+                raise BudgetError(f"{line} would take {wanted} of its {ceiling}", used)
             self._check_limit(line, max(budget or 0, used))
             self._add(line, n_bytes)
         charge = Charge(self, line, n_bytes)
@@ -123,9 +122,10 @@ class Ledger:
         others = (max(self._budgets[o] or 0, self._used[o]) for o in LINES if o != line)
         total = sum(others) + claim
         if self.limit_bytes is not None and total > self.limit_bytes:
+            wanted, ceiling = told_apart(total, self.limit_bytes)
             raise BudgetError(
-                f"{line} would bring {self._whose} to {format_size(total)} of its limit of "
-                f"{format_size(self.limit_bytes)}; {self._remedy}",
+                f"{line} would bring {self._whose} to {wanted} of its limit of {ceiling}; "
+                f"{self._remedy}",
                 total,
             )
 

@@ -35,7 +35,7 @@ from jitllm.paging.layout import (
     plan_layout,
     unit_hashes,
 )
-from jitllm.units import format_size
+from jitllm.units import told_apart
 
 __all__ = [
     "EMBEDDING",
@@ -207,9 +207,9 @@ class ContainerWriter:
         free = shutil.disk_usage(self._part.parent).free
         if free < self.layout.file_bytes:
             self._part.unlink()
-            need = format_size(self.layout.file_bytes)
+            need, there = told_apart(self.layout.file_bytes, free)
             raise JitllmError(
-                f"{self.path} needs {need} and its disk has {format_size(free)} free; free some "
+                f"{self.path} needs {need} and its disk has {there} free; free some "
                 "or name an OUT.jlm on another disk"
             )
 

@@ -45,7 +45,7 @@ from jitllm.paging.frames import Frame, FrameTable, aligned_memory
 from jitllm.paging.gate import StepGate
 from jitllm.paging.policy import Arrangement
 from jitllm.paging.reader import N_IN_FLIGHT, Reader, page_segments
-from jitllm.units import format_size
+from jitllm.units import format_size, told_apart
 
 __all__ = ["Applied", "Pager", "PagerCounters", "fixed_bytes", "whole_cycle"]
 
@@ -275,8 +275,9 @@ class Pager:
     def _check_budget(self, budget_bytes: int) -> None:
         if budget_bytes < self.smallest_bytes:
             name, smallest = self.container.path.name, self.smallest_bytes
+            asked, _ = told_apart(budget_bytes, smallest)
             raise BudgetError(
-                f"a budget of {format_size(budget_bytes)} is too small for {name}: the smallest "
+                f"a budget of {asked} is too small for {name}: the smallest "
                 f"that works is {format_size(smallest)} ({smallest} bytes)",
                 smallest,
             )

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from jitllm.errors import DeviceError, UsageError
-from jitllm.units import format_size, parse_size
+from jitllm.units import parse_size, told_apart
 
 HOST = "host"
 """Id of the device that pages are read into."""
@@ -350,9 +350,9 @@ def _with_budget(device: Device, opened: Sequence[Device]) -> Device:
     if budget_bytes is None:
         return replace(device, budget_bytes=_share(device, default_budget(free_bytes), opened))
     if free_bytes is not None and budget_bytes > free_bytes:
+        free, wanted = told_apart(free_bytes, budget_bytes)
         raise DeviceError(
-            f"{device.id} has {format_size(free_bytes)} free, less than its budget of "
-            f"{format_size(budget_bytes)}; lower {device.id}=SIZE"
+            f"{device.id} has {free} free, less than its budget of {wanted}; lower {device.id}=SIZE"
         )
     return device
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jitllm.errors import BudgetError
-from jitllm.units import format_size
+from jitllm.units import format_size, told_apart
 
 
 class Arrangement(Protocol):
@@ -110,8 +110,9 @@ def cost(workload: Workload, budget_bytes: int) -> Cost:
     arranged = _arranged(workload, budget_bytes)
     if arranged is None:
         smallest_bytes = _smallest(workload)
+        asked, _ = told_apart(budget_bytes, smallest_bytes)
         raise BudgetError(
-            f"a budget of {format_size(budget_bytes)} is too small for this model: the smallest "
+            f"a budget of {asked} is too small for this model: the smallest "
             f"that works is {format_size(smallest_bytes)} ({smallest_bytes} bytes)",
             smallest_bytes,
         )

@@ -20,7 +20,7 @@ from jitllm.placement.plan import (
     Tally,
 )
 from jitllm.placement.rules import Profile, Rule
-from jitllm.units import format_size
+from jitllm.units import exact_size
 
 
 class PageSize(Protocol):
@@ -262,6 +262,6 @@ def _refuse_declines(parts: Sequence[Assignment], tally: Tally) -> None:
     smallest_bytes = (tally.uses[worst.device].budget_bytes or 0) + worst.missing_bytes
     raise BudgetError(
         f"{part.name} has no room where {part.rule} wants it: {worst}; give {worst.device} "
-        f"{format_size(smallest_bytes)}, or do without strict placement",
+        f"{exact_size(smallest_bytes)}, or do without strict placement",
         smallest_bytes,
     )

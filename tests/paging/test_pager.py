@@ -97,7 +97,8 @@ def test_a_budget_for_everything_reads_every_byte_once(tmp_path):
 
 def test_a_budget_below_the_smallest_is_refused_by_it_before_anything_is_allocated(container):
     low, ledger = budgets(container)[0], Ledger()
-    with pytest.raises(BudgetError, match=rf"smallest that works is .* \({low} bytes\)") as refusal:
+    sentence = rf"\({low - 1} bytes\) is too small for .* that works is .* \({low} bytes\)"
+    with pytest.raises(BudgetError, match=sentence) as refusal:
         Pager(container, low - 1, ledger)
     assert refusal.value.smallest_bytes == low
     assert ledger.report().peak_bytes == 0
