@@ -9,20 +9,18 @@ from jitllm.errors import SettingError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers of a kind, int or float, from `low` to `high`; without `low` itself where
-    `open_low`."""
+    """The numbers of a kind, int or float, from `low` to `high`."""
 
     kind: type
     low: float = 0
     high: float = math.inf
-    open_low: bool = False
 
     def holds(self, value: Any) -> bool:
         """Whether `value` is one of them; NaN, the infinities and `True` never are."""
         kinds = (int,) if self.kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or value == math.inf:
             return False
-        return self.low <= value <= self.high and not (self.open_low and value == self.low)
+        return self.low <= value <= self.high
 
     def check(self, name: str, value: Any) -> None:
         """SettingError for a `value` that is not one of them."""
@@ -31,9 +29,6 @@ class Range:
 
     def __str__(self) -> str:
         noun = "a whole number" if self.kind is int else "a number"
-        if self.open_low:
-            most = "" if self.high == math.inf else f" and {self.high} at most"
-            return f"{noun} above {self.low}{most}"
         if self.high == math.inf:
             return f"{noun} of {self.low} or more"
         return f"{noun} from {self.low} to {self.high}"

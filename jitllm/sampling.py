@@ -11,7 +11,8 @@ _RANGES = {
     "top_k": Range(int),
     "top_p": Range(float, 0, 1),
     "min_p": Range(float, 0, 1),
-    "repeat_penalty": Range(float, open_low=True),
+    # logits are float32: there a factor of 1e-40 is 0, and what it divides is infinite
+    "repeat_penalty": Range(float, 0.001, 1000),
     "repeat_last_n": Range(int),
     "presence_penalty": Range(float, -2, 2),
     "frequency_penalty": Range(float, -2, 2),

@@ -22,7 +22,7 @@ _REFUSED = [
     ("top_k", -1, _WHOLE, "of 0 or more"),
     ("top_p", 1.5, _NUMBER, "from 0 to 1"),
     ("min_p", -0.01, _NUMBER, "from 0 to 1"),
-    ("repeat_penalty", 0, _NUMBER, "above 0"),
+    ("repeat_penalty", 0, _NUMBER, "from 0.001 to 1000"),
     ("repeat_last_n", -1, _WHOLE, "of 0 or more"),
     ("presence_penalty", 2.1, _NUMBER, "from -2 to 2"),
     ("frequency_penalty", -2.1, _NUMBER, "from -2 to 2"),

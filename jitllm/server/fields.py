@@ -35,11 +35,10 @@ def integer(low: int, high: int) -> Kind:
     return Kind(read, {"type": "integer", "minimum": low, "maximum": high})
 
 
-def number(low: float, high: float, *, open_low: bool = False) -> Kind:
-    """A number from `low` to `high`, without `low` itself where `open_low`."""
-    read = _read_in(Range(float, low, high, open_low))
-    least = {"exclusiveMinimum" if open_low else "minimum": low}
-    return Kind(read, {"type": "number", "maximum": high} | least)
+def number(low: float, high: float) -> Kind:
+    """A number from `low` to `high`."""
+    read = _read_in(Range(float, low, high))
+    return Kind(read, {"type": "number", "minimum": low, "maximum": high})
 
 
 def _read_in(allowed: Range) -> Read:

@@ -143,7 +143,7 @@ _COMMON: dict[str, Kind] = {
     "top_p": number(0, 1),
     "top_k": integer(0, _MANY_TOKENS),
     "min_p": number(0, 1),
-    "repetition_penalty": number(0, 10, open_low=True),
+    "repetition_penalty": number(0.001, 10),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
     "seed": integer(-(2**63), 2**63 - 1),

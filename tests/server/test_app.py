@@ -6,10 +6,15 @@ import threading
 
 import pytest
 
+from jitllm.server.protocol import COMPLETION
 from tests.server.asking import chunks_of, error_of, wait_until
 from tests.server.fake_engine import FakeEngine
 
 JSON = "application/json"
+SAMPLER = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
+)
 
 
 def to(path: str, body: object = None, method: str = "POST", **options: object) -> dict:
@@ -124,6 +129,23 @@ def test_random_bodies_are_answered_with_4xx_or_a_reply_and_nothing_else(served)
             error_of(response)
         response.close()
     assert served.complete(max_tokens=2).get_json()["choices"][0]["text"] == "de"
+
+
+def test_the_ends_of_every_range_of_the_sampler_give_text(served):
+    ranges = {name: COMPLETION[name].schema for name in SAMPLER}
+    rng = random.Random(4242)
+    for _ in range(200):
+        # the least number above 0 is 0 in float32
+        above_0 = {"number": 5e-324, "integer": 1}
+        ends = {
+            name: rng.choice([r["minimum"], max(r["minimum"], above_0[r["type"]]), r["maximum"]])
+            for name, r in ranges.items()
+        }
+        reply = served.complete("abcabc", **ends, max_tokens=6, ignore_eos=True, logprobs=3)
+        assert reply.status_code == 200, (ends, reply.get_data())
+        (choice,) = reply.get_json()["choices"]
+        found = choice["logprobs"]["token_logprobs"]
+        assert len(found) == 6 and all(-20 < logprob < 0 for logprob in found)
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(make):

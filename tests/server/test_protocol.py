@@ -186,7 +186,7 @@ BAD_COMPLETIONS = [
         {"repetition_penalty": 0},
         VALUE,
         "repetition_penalty",
-        "@ has to be a number above 0 and 10 at most, but is 0",
+        "@ has to be a number from 0.001 to 10, but is 0",
     ),
     (
         {"presence_penalty": 3},
