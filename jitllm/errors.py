@@ -1,6 +1,7 @@
 """The errors a user can meet. The text of each is one sentence: which thing, what it was, what is
 allowed, what to do. The command line prints it after `jitllm: `; nothing here is a traceback."""
 
+import errno
 import re
 
 
@@ -41,6 +42,16 @@ class FormatError(JitllmError):
 
 class UnsupportedError(JitllmError):
     """A well-formed model asks for something outside the tables (architecture, qtype, ...)."""
+
+
+class NoRoomError(JitllmError):
+    """A disk, or a user's share of it, is full. `what` is the sentence without its remedy."""
+
+    ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+    def __init__(self, what: str):
+        super().__init__(f"{what}; free some, or name a file on another disk")
+        self.what = what
 
 
 class BudgetError(JitllmError):

@@ -4,7 +4,6 @@
 off or of another version is refused, never repaired or migrated.
 """
 
-import errno
 import fcntl
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from jitllm.errors import FormatError, JitllmError
+from jitllm.errors import FormatError, JitllmError, NoRoomError
 from jitllm.paging.layout import (
     EMBEDDING,
     PAGE_ALIGNMENT,
@@ -208,10 +207,7 @@ class ContainerWriter:
         if free < self.layout.file_bytes:
             self._part.unlink()
             need, there = told_apart(self.layout.file_bytes, free)
-            raise JitllmError(
-                f"{self.path} needs {need} and its disk has {there} free; free some "
-                "or name an OUT.jlm on another disk"
-            )
+            raise NoRoomError(f"{self.path} needs {need} and its disk has {there} free")
 
     def _write(self, piece: memoryview, position: int) -> None:
         try:
@@ -219,8 +215,9 @@ class ContainerWriter:
                 written = os.pwrite(self._fd, piece, position)
                 piece, position = piece[written:], position + written
         except OSError as error:
-            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-            raise JitllmError(f"{self._part} cannot be written: {why}") from None
+            if error.errno in NoRoomError.ERRNOS:
+                raise NoRoomError(f"{self._part} cannot be written: its disk has no room") from None
+            raise JitllmError(f"{self._part} cannot be written: {error.strerror}") from None
 
     def _pieces(self, page: int, chunks: Iterable[tuple[str, Any]]) -> Iterator[memoryview]:
         """The page's bytes in order: the tensors' chunks, and zeros between them and behind."""
