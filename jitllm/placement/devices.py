@@ -297,6 +297,11 @@ def _select(request: DeviceRequest, present: Mapping[str, Sequence[Device]]) -> 
             device for device in _others(present) if device.platform != "cpu" and _opens(device)
         ]
     found = _others(present) if request.name == "all" else present.get(request.name)
+    if request.name == "all" and not found:
+        raise DeviceError(
+            "-devices all: JAX finds no accelerator here; write -devices cpu for the host alone, "
+            "or cpu:1 to try placement on a further CPU device"
+        )
     if found is None:
         raise DeviceError(f"-devices {request}: there is no such backend ({_there(present)})")
     if request.index is not None:
