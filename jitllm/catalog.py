@@ -163,7 +163,7 @@ def _container_name(model: str) -> str:
     elif entry:
         key = entry.sha256
     stem = Path(_url_file_name(model)).stem if _is_url(model) else path.stem
-    digest = hashlib.sha256(f"{__version__} {VERSION} {key}".encode()).hexdigest()
+    digest = hashlib.sha256(os.fsencode(f"{__version__} {VERSION} {key}")).hexdigest()
     short = os.fsencode(stem)[:_STEM_BYTES].decode("utf-8", "ignore")
     return f"{short}-{digest[:16]}.jlm"
 

@@ -121,7 +121,8 @@ class _Examined:
 
     def metadata_with(self, sha256: str) -> dict[str, Any]:
         """All of the container's metadata."""
-        source = {"name": self.gguf.path.name, "n_bytes": self.gguf.n_bytes, "sha256": sha256}
+        name = os.fsencode(self.gguf.path.name).decode("utf-8", "replace")
+        source = {"name": name, "n_bytes": self.gguf.n_bytes, "sha256": sha256}
         return self.metadata | {"source": source}
 
     def report(self, out: Path) -> ConvertReport:

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 a failed operation, 2 usage, 130 ctrl-C, 141 the reader of stdout went away.
 """
 
+import codecs
 import contextlib
 import inspect
 import os
@@ -29,6 +30,18 @@ _CONFIG = (
     tyro.conf.DisallowNone,
 )
 _REGISTRY = tyro.constructors.ConstructorRegistry()
+_UNSHOWABLE = "jitllm.unshowable"
+
+
+def _show_all_the_same(error: UnicodeError) -> tuple[str | bytes, int]:
+    """For what a terminal cannot show: bytes of a file's name as they are, of a text a `?`."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("replace")(error)
+
+
+codecs.register_error(_UNSHOWABLE, _show_all_the_same)
 
 
 @_REGISTRY.primitive_rule
@@ -65,7 +78,7 @@ def run_program(prog: str, about: str, commands: Sequence[Command], argv: Sequen
     _open_closed_streams()
     try:
         with contextlib.suppress(AttributeError, ValueError):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
+            sys.stdout.reconfigure(errors=_UNSHOWABLE)
         if list(argv) in (["-version"], ["--version"]):
             print(f"{prog} {__version__}")
             return 0
@@ -83,7 +96,7 @@ def run_program(prog: str, about: str, commands: Sequence[Command], argv: Sequen
 
 def _dispatch(prog: str, about: str, commands: Sequence[Command], argv: Sequence[str]) -> int:
     functions = {command.name: command.function for command in commands}
-    words = normalise(prog, [_decodable(word) for word in argv], functions)
+    words = normalise(prog, argv, functions)
     app = tyro.extras.SubcommandApp()
     for command in commands:
         # tyro shows one text in the list of commands and on the command's own page
@@ -133,11 +146,6 @@ def _close_pipes() -> None:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.dup2(devnull, sys.stderr.fileno())
-
-
-def _decodable(word: str) -> str:
-    """`word` with bytes that are no UTF-8 replaced: a tokenizer takes no lone surrogates."""
-    return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _summary(function: Callable[..., None]) -> str:

@@ -20,12 +20,13 @@ def say(line: str) -> None:
 
 
 def text_or_stdin(words: tuple[str, ...], strip_newline: bool = True) -> str:
-    """The words joined by spaces; for no words, or `-` alone, all of stdin.
+    """The words joined by spaces; for no words, or `-` alone, all of stdin. Bytes that are no UTF-8
+    are replaced.
 
     `echo` and editors end a text with a newline that is not meant as text: one is taken off.
     """
     if words and words != ("-",):
-        return " ".join(words)
+        return " ".join(words).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if sys.stdin.isatty():
         say("reading the text from the terminal; ctrl-D on an empty line ends it")
     text = sys.stdin.buffer.read().decode("utf-8", "replace")

@@ -1,5 +1,6 @@
 """The program around the commands: help, exit codes, pipes, and never a traceback."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from jitllm.cli.app import Command, run_program
 from jitllm.cli.jitllm import COMMANDS, main
 from jitllm.errors import BudgetError, FormatError
+from tests.tiny_models import write_tiny
 
 NAMES = [command.name for command in COMMANDS]
 
@@ -160,6 +162,28 @@ def test_bytes_that_are_no_utf8_on_the_command_line_are_replaced():
     done = run_fake("run", "m.jlm", "caf\udce9")
     assert done.returncode == 0
     assert done.stdout == "caf\N{REPLACEMENT CHARACTER}" * 2 + "\n"
+
+
+def test_a_file_whose_name_is_no_utf8_is_found_and_named_byte_by_byte(tmp_path):
+    source = tmp_path / "caf\udce9.gguf"
+    write_tiny(source)
+    out = tmp_path / "caf\udce9.jlm"
+    command = [sys.executable, "-m", "tests.cli.real", "convert", source, out]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, os.fsencode(out) + b"\n"), done.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cli.real",
+        "run",
+        "-n",
+        "1",
+        "-devices",
+        "cpu",
+        out,
+        "a",
+    ]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
 
 
 def test_main_takes_the_process_s_own_arguments_by_default(monkeypatch, capsys):
