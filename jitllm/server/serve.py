@@ -47,8 +47,8 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
             thread.start()
             say(f"listening at http://{_address(httpd)}")
             stop.wait()
-            say("draining: replies under way may finish")
             stop.clear()
+            say("draining: replies under way may finish")
             _drain(state, httpd, stop)
         finally:
             state.close()

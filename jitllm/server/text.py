@@ -11,6 +11,7 @@ from typing import Any
 
 from flask import Blueprint, Response
 
+from jitllm.errors import JitllmError
 from jitllm.server.app import gone, json_body, reply, server
 from jitllm.server.errors import ApiError, as_api_error
 from jitllm.server.jobs import Cancelled, Job, Request
@@ -81,6 +82,7 @@ def _begin(read: Read, shape_class: type[Shape], prefix: str) -> Response:
     )
     if asked.stream:
         stream = _streamed(job, shape)
+        next(stream)  # it has begun, and so counts, should nobody ask for its first event
         response = Response(stream, mimetype="text/event-stream", headers=_STREAM_HEADERS)
         response.call_on_close(job.close)
         return response
@@ -102,6 +104,7 @@ def _whole(job: Job, shape: Shape) -> Response:
 def _streamed(job: Job, shape: Shape) -> Iterator[bytes]:
     usage = (lambda: job.usage) if job.request.include_usage else None
     with _counting(job) as count:
+        yield b""
         try:
             for data in events(
                 shape, job.deltas(), job.n_choices, cost=lambda: job.cost, usage=usage
@@ -114,7 +117,8 @@ def _streamed(job: Job, shape: Shape) -> Iterator[bytes]:
         except Exception as error:
             # the status has been sent: what is left is to say it in the stream
             count("failed")
-            log.exception("a stream failed", exc_info=error)
+            if not isinstance(error, JitllmError):
+                log.exception("a stream failed", exc_info=error)
             yield event(as_api_error(error).body())
 
 

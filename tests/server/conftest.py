@@ -1,15 +1,20 @@
 """Fixtures: an application on the fake engine, and a client of it in this process."""
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from flask import Flask
 from flask.testing import FlaskClient
+from waitress import wasyncore
+from waitress.server import BaseWSGIServer
 
 from jitllm.server import Settings
 from jitllm.server.app import create_app
+from jitllm.server.serve import listen
 from tests.server.fake_engine import FakeEngine
 
 
@@ -59,3 +64,17 @@ def make(folder: Path) -> Iterator[Callable[..., Served]]:
 @pytest.fixture
 def served(make: Callable[..., Served]) -> Served:
     return make()
+
+
+@contextmanager
+def listening(served: Served) -> Iterator[BaseWSGIServer]:
+    """The application on a socket, at `effective_port`, served as `jitllmd serve` does."""
+    httpd = listen(served.app, Settings(addr="127.0.0.1:0"))
+    thread = threading.Thread(target=httpd.run)
+    thread.start()
+    try:
+        yield httpd
+    finally:
+        httpd.task_dispatcher.shutdown()
+        httpd.trigger.pull_trigger(lambda: wasyncore.close_all(httpd._map))
+        thread.join(10)

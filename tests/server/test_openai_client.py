@@ -1,44 +1,32 @@
 """The OpenAI client against a real socket: what it makes of the replies, streams and errors."""
 
-import logging
 import math
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import openai
 import pytest
-import waitress
-from waitress import wasyncore
 
-from tests.server.conftest import Served
+from tests.server.conftest import Served, listening
 
 
 @pytest.fixture
-def listening(make: Callable[..., Served]) -> Iterator[Callable[..., openai.OpenAI]]:
+def connect(make: Callable[..., Served]) -> Iterator[Callable[..., openai.OpenAI]]:
     """Makes a client of a server with these settings."""
-    logging.getLogger("waitress").setLevel(logging.ERROR)
-    ended = []
+    with ExitStack() as stack:
 
-    def listening(key: str = "none", **settings: object) -> openai.OpenAI:
-        server = waitress.create_server(make(**settings).app, host="127.0.0.1", port=0)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        url = f"http://127.0.0.1:{server.effective_port}/v1"
-        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-        ended.append((server, thread, client))
-        return client
+        def connect(key: str = "none", **settings: object) -> openai.OpenAI:
+            httpd = stack.enter_context(listening(make(**settings)))
+            url = f"http://127.0.0.1:{httpd.effective_port}/v1"
+            client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+            return stack.enter_context(client)
 
-    yield listening
-    for server, thread, client in ended:
-        client.close()
-        server.task_dispatcher.shutdown()
-        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))  # noqa: B023
-        thread.join(10)
+        yield connect
 
 
 @pytest.fixture
-def client(listening: Callable[..., openai.OpenAI]) -> openai.OpenAI:
-    return listening()
+def client(connect: Callable[..., openai.OpenAI]) -> openai.OpenAI:
+    return connect()
 
 
 USER = [{"role": "user", "content": "abc"}]
@@ -128,10 +116,10 @@ def test_errors_are_the_client_s_own(client, fields, kind, code):
     assert caught.value.code == code
 
 
-def test_a_wrong_key_is_an_authentication_error(listening):
+def test_a_wrong_key_is_an_authentication_error(connect):
     with pytest.raises(openai.AuthenticationError):
-        listening(key="wrong", api_key="right").models.list()
-    assert listening(key="right", api_key="right").models.list().data[0].id == "fake"
+        connect(key="wrong", api_key="right").models.list()
+    assert connect(key="right", api_key="right").models.list().data[0].id == "fake"
 
 
 def test_sessions_are_an_extra_field(client):

@@ -177,20 +177,21 @@ MANY_PROMPTS = [[10 + i, *[7] * 1000] for i in range(32)]
         ("decoding", LONG | {"prompt": "Once"}),
     ],
 )
-def test_a_client_that_goes_away_frees_its_row_and_is_counted(served, state, body, stream):
-    before = served.stats()["requests"]["cancelled"]
-    others = [served.send(LONG | {"prompt": "Other", "n": 4})] if state == "queued" else []
-    if others:
-        wait_for(lambda: served.rows()[2] == 4)
-    connection = served.send(body | {"stream": stream})
-    which = ("queued", "prefilling", "decoding").index(state)
-    wait_for(lambda: served.rows()[which] >= 1)
-    connection.close()
-    wait_for(lambda: served.rows()[0] == 0)
-    for other in others:
-        other.close()
-    wait_for(lambda: served.rows() == (0, 0, 0))
-    wait_for(lambda: served.stats()["requests"]["cancelled"] == before + 1 + len(others))
+def test_a_client_that_goes_away_is_counted_and_changes_no_text(served, state, body, stream):
+    alone = served.text("Other", max_tokens=900)
+    before, n_neighbours = served.stats()["requests"], 4 if state == "queued" else 1
+    with ThreadPoolExecutor(1) as pool:
+        neighbours = pool.submit(served.complete, "Other", max_tokens=900, n=n_neighbours)
+        wait_for(lambda: served.rows()[2] == n_neighbours)
+        connection = served.send(body | {"stream": stream})
+        which = ("queued", "prefilling", "decoding").index(state)
+        wait_for(lambda: served.rows()[which] > (n_neighbours if state == "decoding" else 0))
+        connection.close()
+        wait_for(lambda: served.rows() == (0, 0, n_neighbours))
+        texts = [choice["text"] for choice in neighbours.result(60)["choices"]]
+    assert texts == [alone] * n_neighbours
+    after = before | {"ok": before["ok"] + 1, "cancelled": before["cancelled"] + 1}
+    wait_for(lambda: served.stats()["requests"] == after)
 
 
 def test_a_full_queue_is_a_429_with_retry_after(served):
@@ -290,17 +291,35 @@ def test_answers_stay_right_under_disconnects_budget_changes_and_moves(served):
 # The end
 
 
-def test_sigterm_lets_a_reply_finish_and_exits_with_0(folder):
+def test_sigterm_lets_a_reply_finish_refuses_others_and_exits_with_0(folder):
     with serving(folder, "-load", "tiny.jlm", "-devices", "cpu") as served:
-        asked = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        asked = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
         with served.send(asked) as connection:
             data = connection.recv(100)
             served.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "draining: replies under way may finish\n" in served.said)
+            with served.send({"prompt": "Twice"}) as refused:
+                answer = refused.recv(4096)
             while more := connection.recv(1 << 16):
                 data += more
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: " in answer
         assert b"data: [DONE]" in data
         assert served.process.wait(20) == 0
-        assert "draining: replies under way may finish\n" in served.said
+
+
+def test_after_a_second_sigterm_no_reply_goes_on(folder):
+    write_model(folder, "long", context_length=1 << 15)
+    with serving(folder, "-load", "long.jlm", "-devices", "cpu", "-max-seq", "32768") as served:
+        asked = {"prompt": "Once", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+        with served.send(asked) as connection:
+            data = connection.recv(100)
+            served.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "draining: replies under way may finish\n" in served.said)
+            served.process.send_signal(signal.SIGTERM)
+            while more := connection.recv(1 << 16):
+                data += more
+        assert b"[DONE]" not in data
+        assert served.process.wait(20) == 0
 
 
 def test_a_server_that_was_killed_leaves_nothing_in_the_way_of_the_next(folder):

@@ -90,7 +90,7 @@ def test_an_address_that_others_can_reach_needs_a_key():
 
 @pytest.mark.parametrize("addr", ["4242", "::1:80", ":80", "h:x", "h:70000", "h:-1", "", "h:"])
 def test_an_address_that_is_none_is_refused(addr):
-    with pytest.raises(UsageError, match=r"^-addr .* write e\.g\. 127\.0\.0\.1:4242$"):
+    with pytest.raises(UsageError, match=r"^addr .* write e\.g\. 127\.0\.0\.1:4242$"):
         Settings(addr=addr)
 
 
