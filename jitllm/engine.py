@@ -9,7 +9,6 @@ Here model, paging, placement and text meet; none of them knows the others.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import jax
 import numpy as np
 
-from jitllm.cache import cache_dir
 from jitllm.catalog import resolve
+from jitllm.compiled import keep_compiled_steps
 from jitllm.errors import JitllmError, UsageError
 from jitllm.executor import Executor, Feed
 from jitllm.kernels.ops import set_threads
@@ -89,7 +87,7 @@ class Engine:
         self.profile, self.devices = prospect.profile, prospect.devices
         self._prospect, self._automatic = prospect, prospect.automatic
         container, whole = prospect.container, prospect.plan
-        _enable_compilation_cache()
+        keep_compiled_steps()
         set_threads(prospect.n_threads)
         self.ledger = Ledger(prospect.process_limit)
         self._gate, self._sessions = StepGate(), WeakSet[Session]()
@@ -435,15 +433,3 @@ class Engine:
         if self._scratch is None:
             self._scratch = self.session()
         return self._scratch
-
-
-def _enable_compilation_cache() -> None:
-    """Compiled steps are kept on disk from the first, however quick they were to make.
-
-    Where the cache cannot be read or written they are made again; that is no news to anybody.
-    """
-    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "jitllm.units": [],
     "jitllm.ranges": [],
     "jitllm.cache": [],
+    "jitllm.compiled": [],
     "jitllm.sampling": [],
     "jitllm.reports": ["jitllm.placement.devices"],
     "jitllm.download": [],
@@ -84,6 +85,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     name: [
         *MEETING_PLACE,
         "jitllm.catalog",
+        "jitllm.compiled",
         "jitllm.kernels",
         "jitllm.model",
         "jitllm.paging",
