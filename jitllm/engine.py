@@ -23,7 +23,7 @@ from jitllm.compiled import keep_compiled_steps
 from jitllm.errors import JitllmError, UsageError
 from jitllm.executor import Executor, Feed
 from jitllm.kernels.ops import set_threads
-from jitllm.model.kvcache import DTYPES, KVCache, empty_cache
+from jitllm.model.kvcache import DTYPES, KVCaches, empty_cache
 from jitllm.model.weights import vectors
 from jitllm.mover import Mover
 from jitllm.paging.budget import Charge, Ledger, LedgerReport, peak_rss_bytes, rss_bytes
@@ -413,9 +413,9 @@ class Engine:
         notes = dict.fromkeys(self._residence.notes.values())
         return ", ".join(notes)
 
-    def _empty_kv(self, n_tokens: int) -> tuple[list[KVCache], list[Charge]]:
+    def _empty_kv(self, n_tokens: int) -> tuple[KVCaches, list[Charge]]:
         """Empty caches where the plan has them, and what they are charged to."""
-        kvs: list[KVCache] = []
+        kvs = KVCaches()
         charges: list[Charge] = []
         sizes = self._prospect.kv_sizes(n_tokens)
         try:

@@ -20,7 +20,7 @@ import numpy as np
 from jitllm.kernels.qtypes import QTYPES
 from jitllm.kernels.tensor import QuantizedTensor
 from jitllm.model.config import ModelConfig
-from jitllm.model.kvcache import KVCache
+from jitllm.model.kvcache import CacheTable, KVCaches
 from jitllm.model.rope import frequencies, magnitude, rope_rows
 from jitllm.paging.budget import Ledger
 from jitllm.paging.container import Container
@@ -34,8 +34,8 @@ from jitllm.stores import DeviceStore, HostStore, Weights
 
 CHUNK_TOKENS = 512
 """Rows of a prefill step: each page is read once for so many tokens of a prompt."""
-_HEAD_ROWS = 32
-"""Rows of logits at once where all are wanted: 32 MiB for a vocabulary of 2^18."""
+_HEAD_ROWS = 16
+"""Rows of logits at once where all are wanted: 16 MiB for a vocabulary of 2^18."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Feed:
     """New tokens of one conversation, and the caches they are appended to at `position`."""
 
     ids: Sequence[int]
-    kvs: list[KVCache]
+    kvs: KVCaches
     position: int
 
 
@@ -83,6 +83,7 @@ class Executor:
         self.plan = plan
         """What the next pass follows; the stores hold what it needs."""
         self._at, self._since_s = HOST, 0.0
+        self._writing: jax.Array | None = None
         self.executed: Counter[str] = Counter()
         """Blocks run so far, by device id."""
         self.last_pass: Counter[str] = Counter()
@@ -110,7 +111,7 @@ class Executor:
             x, has_logits = self._blocks(feeds, with_head=one)
             if has_logits:
                 self._cross(HOST, x)
-                return np.asarray(x)
+                return np.asarray(x)[: len(feeds)]
             last = 0 if one else len(feeds[0].ids) - 1
             return self._logits(np.asarray(x)[last : last + len(feeds)])
 
@@ -134,6 +135,9 @@ class Executor:
                 try:
                     yield
                 finally:
+                    # Nothing else holds back who moves or frees caches that are given by address.
+                    jax.block_until_ready(self._writing)
+                    self._writing = None
                     self._clock()
                     self.last_pass = self.executed - before
 
@@ -161,7 +165,7 @@ class Executor:
         """(x[T, D] after all blocks, False), or (logits f32[T, V], True) where `with_head` and the
         head could be part of the last step. The valid rows come first."""
         few = not self._one_row and all(len(feed.ids) == 1 for feed in feeds)
-        x, rows = self._inputs(feeds, len(feeds) if few else CHUNK_TOKENS)
+        x, rows = self._inputs(feeds, _width(len(feeds)) if few else CHUNK_TOKENS)
         has_logits = False
         for partition in self.plan.partitions:
             place = self._places[partition.device]
@@ -244,13 +248,16 @@ class Executor:
         rows: Rows,
     ) -> jax.Array:
         """One compiled step from block `first` on: its result."""
-        blocks = range(first, first + len(run.specs))
-        kvs = [tuple(feed.kvs[block] for feed in feeds) for block in blocks]
-        x, kvs = place.steps.run(run, x, kvs, rows)
-        for block, caches in zip(blocks, kvs, strict=True):
-            for feed, cache in zip(feeds, caches, strict=True):
-                feed.kvs[block] = cache
-        self.executed[place.id] += len(blocks)
+        blocks = slice(first, first + len(run.specs))
+        if len(feeds) == 1:
+            (feed,) = feeds
+            x, feed.kvs[blocks] = place.steps.run(run, x, feed.kvs[blocks], rows)
+        else:
+            kvs, positions = [feed.kvs for feed in feeds], [feed.position for feed in feeds]
+            table = CacheTable.of(kvs, positions, len(x), blocks)
+            x, _ = place.steps.run(run, x, table, rows)
+            self._writing = x
+        self.executed[place.id] += len(run.specs)
         return x
 
     @contextmanager
@@ -267,6 +274,7 @@ class Executor:
             for feed, kv in zip(feeds, kvs, strict=True):
                 feed.kvs[block] = jax.device_put(kv, place.store.device)
             yield
+            jax.block_until_ready(self._writing)
             visitors = [feed.kvs[block] for feed in feeds]
             kvs = jax.block_until_ready(jax.device_put(visitors, home.store.device))
         finally:
@@ -310,7 +318,7 @@ class Executor:
         """Fill `out` from column `first` with the logits of `slabs`, the first of `pages`, for all
         rows of x, `_HEAD_ROWS` at a time; the column behind them."""
         # XLA's loops, and with them the last bits, depend on how many rows a step is made for.
-        rows = _HEAD_ROWS if self._one_row else min(len(x), _HEAD_ROWS)
+        rows = _HEAD_ROWS if self._one_row else min(_width(len(x)), _HEAD_ROWS)
         layouts = tuple(place.store.layouts[page] for page in pages[: len(slabs)])
         norm, end = self._norm_on(place), first + sum(w.shape[0] for w in slabs)
         for at in range(0, len(x), rows):
@@ -344,12 +352,11 @@ class Executor:
         else:
             x[: len(ids)] = self._look_up(ids, n_rows, self._places[self.plan.embed.device])
         x *= np.float32(self._config.embedding_scale)
-        each = n_rows // len(feeds)
-        positions = np.concatenate([f.position + np.arange(each) for f in feeds])
+        positions = feeds[0].position + np.arange(n_rows)
+        if len(feeds) > 1:
+            positions[: len(feeds)] = [feed.position for feed in feeds]
         ropes = [rope_rows(*rope, positions) for rope in self._ropes]
-        spans = [np.array([f.position, len(f.ids)], np.int32) for f in feeds]
-        whole = np.array([feeds[0].position, len(ids)], np.int32)
-        return x, Rows(tuple(ropes), whole, tuple(spans))
+        return x, Rows(tuple(ropes), np.array([feeds[0].position, len(ids)], np.int32))
 
     def _look_up(self, ids: Sequence[int], n_rows: int, place: Place) -> np.ndarray:
         """f32[tokens, D] of an embedding that lies on `place`. Its rows come to the host as they
@@ -370,6 +377,11 @@ class Executor:
             return qtype.dequantise_rows(units, width)[batch.unit]
         rows = qtype.dequantise(units, len(units) * table.unit_rows, width)
         return rows[batch.unit * table.unit_rows + batch.row]
+
+
+def _width(n_rows: int) -> int:
+    """Rows of the step that runs so many: a power of four, so that few steps are ever compiled."""
+    return 4 ** -(-(n_rows - 1).bit_length() // 2)
 
 
 def _power_of_two(n: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jitllm.errors import JitllmError, SettingError, UsageError
 from jitllm.executor import Feed
-from jitllm.model.kvcache import KVCache, copy_in, copy_out, resized
+from jitllm.model.kvcache import KVCaches, copy_in, copy_out, resized
 from jitllm.model.sampler import make_rng, sample
 from jitllm.paging.budget import Charge, Ledger, peak_rss_bytes
 from jitllm.reports import GenerationReport
@@ -52,7 +52,7 @@ class Snapshot:
 class Session:
     """A KV cache of `max_seq` tokens and what is in it. Made by `Engine.session`."""
 
-    def __init__(self, engine: Engine, kvs: list[KVCache], charges: list[Charge], capacity: int):
+    def __init__(self, engine: Engine, kvs: KVCaches, charges: list[Charge], capacity: int):
         self._engine, self._kvs, self._charges = engine, kvs, charges
         # One that is forgotten rather than closed gives its bytes back too.
         weakref.finalize(self, _release, charges).atexit = False

@@ -5,8 +5,8 @@ ledger, before it first runs. A signature is what a step specialises on: its blo
 descriptions, the types and places of their weights, and the shapes of the activations and caches.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitllm.kernels.ops import Ops
-from jitllm.model.block import Caches, run_block, run_head
+from jitllm.model.block import run_block, run_head
 from jitllm.model.config import BlockSpec, ModelConfig
+from jitllm.model.kvcache import CacheTable, KVCache
 
 SLABS = 4
 """Slabs of the head in one product: they share the norm and the quantised activations."""
@@ -30,8 +31,6 @@ class Rows:
     """f32[T, 2, R/2] for each of the model's sets of frequencies."""
     span: np.ndarray
     """i32[2]: position of the first row, valid rows."""
-    spans: tuple[np.ndarray, ...]
-    """The same for each group of rows, a group for each cache."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,18 @@ class Steps:
         """How many different steps were built."""
         return len(self._compiled)
 
-    def run(self, run: Run, x: jax.Array | np.ndarray, kvs: Sequence[Caches], rows: Rows):
+    def run(self, run: Run, x: jax.Array | np.ndarray, kvs: list[KVCache] | CacheTable, rows: Rows):
         """x[T, D] through the blocks of `run` -> (x, or logits f32[T, V] behind a head; caches).
 
-        `kvs` holds for each block the caches of each group; they are donated. x is not: who gave
-        its weights a slot waits for it. Blocks of equal description are traced and lowered once.
+        `kvs` holds the cache of each block, which are donated; or it is a table of those of several
+        conversations, which are updated in place. x is not donated: who gave its weights a slot
+        waits for it. Blocks of equal description are traced and lowered once.
         """
-        args = (x, run.weights, list(kvs), rows.ropes, rows.span, rows.spans, run.head, run.norm)
-        shapes = tuple(group[0].shape for group in kvs[0])
-        key = ("run", run.signature, x.shape, shapes)
+        args = (x, run.weights, kvs, rows.ropes, rows.span, run.head, run.norm)
+        batch = isinstance(kvs, CacheTable)
+        key = ("run", run.signature, x.shape, batch or kvs[0][0].shape)
         if key not in self._compiled:
-            step = jax.jit(self._run_step(run.specs), donate_argnums=2)
+            step = jax.jit(self._run_step(run.specs), donate_argnums=() if batch else 2)
             self._compile(key, step, args, (x, rows.ropes))
         return self._compiled[key](*args)
 
@@ -97,23 +97,26 @@ class Steps:
 
     def _run_step(self, specs: tuple[BlockSpec, ...]) -> Callable:
         def block_step(spec: BlockSpec) -> Callable:
-            def step(x, weights, kvs, rope, span, spans):
-                return run_block(x, weights, kvs, rope, span, spans, spec, self.ops)
+            def step(x, weights, kv, rope, span):
+                return run_block(x, weights, kv, rope, span, spec, self.ops)
 
             return jax.jit(step) if len(specs) > 1 else step
 
         steps = {spec: block_step(spec) for spec in set(specs)}
 
-        def run(x, weights, kvs, ropes, span, spans, head, norm):
+        def run(x, weights, kvs, ropes, span, head, norm):
+            batch = isinstance(kvs, CacheTable)
+            if batch:
+                kvs = [replace(kvs, block=np.int32(i)) for i in range(len(specs))]
             after = []
-            for spec, w, caches in zip(specs, weights, kvs, strict=True):
-                x, caches = steps[spec](x, w, caches, ropes[spec.rope], span, spans)
-                after.append(caches)
+            for spec, w, kv in zip(specs, weights, kvs, strict=True):
+                x, kv = steps[spec](x, w, kv, ropes[spec.rope], span)
+                after.append(kv)
             if head:
                 groups = [head[at : at + SLABS] for at in range(0, len(head), SLABS)]
                 logits = [self._head_step(x, tuple(slabs), norm, span) for slabs in groups]
                 x = jnp.concatenate([y for ys in logits for y in ys], axis=1)
-            return x, after
+            return x, None if batch else after
 
         return run
 

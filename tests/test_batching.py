@@ -119,6 +119,28 @@ def test_a_conversation_that_goes_on_equals_one_long_prompt(make, engine):
         assert second == whole
 
 
+def test_one_compiled_step_serves_two_to_four_rows_whatever_their_caches_hold(tmp_path: Path):
+    source = write_tiny(tmp_path / "m.gguf", "Q4_K", context_length=1000, n_blocks=3)
+    path = convert(source, tmp_path / "m.jlm").out
+    lengths, ids = (40, 700, 30, 400), [5, 6, 7, 8]
+    with Engine.open(path, devices="cpu", maxmem="64M", profile=Profile(relocate=True)) as engine:
+        sessions, alone = [engine.session() for _ in lengths], []
+        for i, (session, n) in enumerate(zip(sessions, lengths, strict=True)):
+            session.prefill(prompt(i, n))
+            alone.append(session.prefill([ids[i]]))
+            session.truncate(n)
+        assert len({session.capacity for session in sessions}) > 1
+        engine.decode(sessions[:2], ids[:2])
+        n_compiled = engine.stats().steps_compiled
+        for chosen in ([2, 0, 3], [3, 1, 0, 2]):
+            for i in chosen:
+                sessions[i].truncate(lengths[i])
+            rows = engine.decode([sessions[i] for i in chosen], [ids[i] for i in chosen])
+            for row, i in zip(rows, chosen, strict=True):
+                assert (row == alone[i]).all()
+        assert engine.stats().steps_compiled == n_compiled
+
+
 def test_budgets_that_change_under_running_rows_change_no_token(make, engine):
     scheduler = make()
     asked = [(prompt(i, 20), 60) for i in range(4)]

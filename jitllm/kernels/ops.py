@@ -24,6 +24,9 @@ class Ops:
         activation(gate) * up, both of rms_norm(x); activation is `silu` or `gelu` (tanh form).
     attention(q[T, N*H], k[T, K*H], v[T, K*H], kv, rope[T, 2, R/2], span, spec, *, q_norm, k_norm)
         -> (f32[T, N*H], kv): head norms, rotation, append to the cache, causal attention.
+    decode_attention(q[B, N*H], k, v, caches, block, rope, positions, span, spec, dtype, *, q_norm,
+        k_norm) -> f32[B, N*H]: the same for a token each of B conversations, whose caches are
+        given by address and updated in place.
     add_norm(x[T, D], y[T, D], span, *, norm, eps) -> x + rms_norm(y).
     """
 
@@ -32,6 +35,8 @@ class Ops:
     gated: Callable[..., Any]
     attention: Callable[..., Any]
     add_norm: Callable[..., Any]
+    decode_attention: Callable[..., Any] | None
+    """None where operations take one row: there is nothing to gain by a batch."""
     prepare: Callable[[Any], Any]
     """Applied to a block's weights inside the step, before its rows."""
     one_row: bool
@@ -47,6 +52,7 @@ def _xla() -> Ops:
         xla.gated,
         xla.attention,
         xla.add_norm,
+        None,
         xla.dequantise,
         one_row=True,
     )
@@ -61,6 +67,7 @@ def _cpu() -> Ops:
         ops.gated,
         attention.attention,
         ops.add_norm,
+        attention.decode_attention,
         prepare=lambda w: w,
         one_row=False,
     )

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from jitllm.kernels.ops import Ops
 from jitllm.model.config import BlockSpec
-from jitllm.model.kvcache import KVCache
+from jitllm.model.kvcache import CacheTable, KVCache
 
 BlockWeights = dict[str, Any]
-Caches = tuple[KVCache, ...]
+Caches = KVCache | CacheTable
+"""The cache of one conversation, or where those of several are."""
 
 
 def _residual(x, y, w, post_norm, span, spec: BlockSpec, ops: Ops) -> jax.Array:
@@ -25,25 +26,20 @@ def _residual(x, y, w, post_norm, span, spec: BlockSpec, ops: Ops) -> jax.Array:
     return ops.add_norm(x, ops.matmul(y, (w,), span)[0], span, norm=post_norm, eps=spec.norm_eps)
 
 
-def _attend(qkv, w, kvs: Caches, rope, spans, spec: BlockSpec, ops: Ops):
-    """Attention of each group of rows over its own cache -> (f32[T, N*H], caches)."""
+def _attend(qkv, w, kv: Caches, rope, span, spec: BlockSpec, ops: Ops):
+    """Attention of each row over its conversation's cache -> (f32[T, N*H], kv)."""
     norms = {"q_norm": w.get("attn_q_norm"), "k_norm": w.get("attn_k_norm")}
-    rows = rope.shape[0] // len(kvs)
-    outs, caches = [], []
-    for g, (kv, span) in enumerate(zip(kvs, spans, strict=True)):
-        own = slice(g * rows, (g + 1) * rows)
-        q, k, v = (x[own] for x in qkv)
-        y, kv = ops.attention(q, k, v, kv, rope[own], span, spec.attention, **norms)
-        outs.append(y)
-        caches.append(kv)
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs), tuple(caches)
+    if not isinstance(kv, CacheTable):
+        return ops.attention(*qkv, kv, rope, span, spec.attention, **norms)
+    where = (kv.caches, kv.block, rope, kv.positions, span)
+    return ops.decode_attention(*qkv, *where, spec.attention, kv.dtype, **norms), kv
 
 
-def block(x, w: BlockWeights, kvs: Caches, rope, span, spans, spec: BlockSpec, ops: Ops):
+def block(x, w: BlockWeights, kv: Caches, rope, span, spec: BlockSpec, ops: Ops):
     """x[T, D] through one block: attention, then the gated feed-forward, each added to x.
 
-    The rows are len(kvs) groups of equal size, each with a cache and a span of its own; `span`
-    says how many of all the rows are valid.
+    The rows are consecutive tokens of one conversation, or a token each of several; `span` says
+    how many are valid. -> (x, kv)
     """
     qkv = ("attn_q", "attn_k", "attn_v")
     biases = tuple(w.get(f"{name}_bias") for name in qkv)
@@ -56,7 +52,7 @@ def block(x, w: BlockWeights, kvs: Caches, rope, span, spans, spec: BlockSpec, o
             eps=spec.norm_eps,
             biases=biases if any(b is not None for b in biases) else None,
         )
-        y, kvs = _attend(projected, w, kvs, rope, spans, spec, ops)
+        y, kv = _attend(projected, w, kv, rope, span, spec, ops)
         x = _residual(x, y, w["attn_output"], w.get("post_attention_norm"), span, spec, ops)
     with jax.named_scope("ffn"):
         y = ops.gated(
@@ -68,31 +64,29 @@ def block(x, w: BlockWeights, kvs: Caches, rope, span, spans, spec: BlockSpec, o
             eps=spec.norm_eps,
             activation=spec.activation,
         )
-        return _residual(x, y, w["ffn_down"], w.get("post_ffw_norm"), span, spec, ops), kvs
+        return _residual(x, y, w["ffn_down"], w.get("post_ffw_norm"), span, spec, ops), kv
 
 
 def _row(x: jax.Array, t: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, t, 1)
 
 
-def run_block(x, w: BlockWeights, kvs: Caches, rope, span, spans, spec: BlockSpec, ops: Ops):
-    """x[T, D] through one block for any `ops`: those that take one row are looped over the rows.
-
-    Those take one group of rows at a time as well.
-    """
+def run_block(x, w: BlockWeights, kv: Caches, rope, span, spec: BlockSpec, ops: Ops):
+    """x[T, D] through one block for any `ops`: those that take one row are looped over the rows,
+    which belong to one conversation then."""
     w = {name: ops.prepare(tensor) for name, tensor in w.items()}
     if not ops.one_row:
-        return block(x, w, kvs, rope, span, spans, spec, ops)
+        return block(x, w, kv, rope, span, spec, ops)
 
     def step(t, carry):
-        x, kvs = carry
+        x, kv = carry
         at = jnp.stack([span[0] + t, jnp.int32(1)])
-        y, kvs = block(_row(x, t), w, kvs, _row(rope, t), at, (at,), spec, ops)
-        return jax.lax.dynamic_update_slice_in_dim(x, y, t, 0), kvs
+        y, kv = block(_row(x, t), w, kv, _row(rope, t), at, spec, ops)
+        return jax.lax.dynamic_update_slice_in_dim(x, y, t, 0), kv
 
     # The bound is dynamic: XLA then neither unrolls nor respecialises, so that every row of every
     # chunk goes through the same instructions.
-    return jax.lax.fori_loop(0, span[1], step, (x, kvs))
+    return jax.lax.fori_loop(0, span[1], step, (x, kv))
 
 
 def run_head(

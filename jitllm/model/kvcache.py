@@ -2,8 +2,14 @@
 
 Keys lie in tiles of 16 positions, [K, S/16, H, 16], so that 16 scores add up without a horizontal
 sum; values lie as [K, S, H]. S is the capacity, a multiple of 16.
+
+A step of several conversations takes their caches by address, in a table. As arguments they would
+be 2 x blocks x rows arrays, whose handling costs 0.6 ms a step for eight rows of SmolLM2, and every
+mix of capacities would be a step of its own to compile.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -37,6 +43,53 @@ def empty_cache(spec: AttentionSpec, max_seq: int, dtype: str, device: jax.Devic
             jnp.zeros((heads, seq // TILE, size, TILE), DTYPES[dtype]),
             jnp.zeros((heads, seq, size), DTYPES[dtype]),
         )
+
+
+class KVCaches(list[KVCache]):
+    """The caches of one conversation, block by block, and where they lie in memory."""
+
+    _addresses: np.ndarray | None = None
+
+    def __setitem__(self, block, kv) -> None:
+        self._addresses = None
+        super().__setitem__(block, kv)
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """i64[blocks, 3]: keys, values and capacity of each; waits until they are written."""
+        if self._addresses is None:
+            jax.block_until_ready(list(self))
+            rows = [[*(x.unsafe_buffer_pointer() for x in kv), kv[1].shape[1]] for kv in self]
+            self._addresses = np.array(rows, np.int64)
+        return self._addresses
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["caches", "block", "positions"],
+         meta_fields=["dtype"])  # fmt: skip
+@dataclass(frozen=True)
+class CacheTable:
+    """Where a block finds the caches of B conversations, and where in them a token each goes."""
+
+    caches: jax.Array | np.ndarray
+    """i32[blocks, B, 6]: `KVCaches.addresses` of each row, as pairs of words."""
+    block: jax.Array | np.ndarray
+    """i32[]: the row of `caches` that is the block's."""
+    positions: jax.Array | np.ndarray
+    """i32[B]."""
+    dtype: str
+
+    @classmethod
+    def of(
+        cls, kvs: Sequence[KVCaches], positions: Sequence[int], n_rows: int, blocks: slice
+    ) -> "CacheTable":
+        """The table of some blocks, with empty rows up to `n_rows`; for the first of them."""
+        addresses = np.zeros((blocks.stop - blocks.start, n_rows, 3), np.int64)
+        for row, caches in enumerate(kvs):
+            addresses[:, row] = caches.addresses[blocks]
+        at = np.zeros(n_rows, np.int32)
+        at[: len(positions)] = positions
+        dtype = str(kvs[0][blocks.start][0].dtype)
+        return cls(addresses.view(np.int32), np.int32(0), at, dtype)
 
 
 SNAPSHOT_TOKENS = 128

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitllm.kernels.cpu import threads
-from jitllm.kernels.cpu.attention import attention
+from jitllm.kernels.cpu.attention import attention, decode_attention
 from jitllm.kernels.spec import AttentionSpec
 
 SMOLLM = AttentionSpec(n_heads=9, n_kv_heads=3, head_dim=64, rope_dim=64, scale=0.125)
@@ -264,6 +264,55 @@ def test_conversations_in_parallel_threads_do_not_meet() -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(converse, sequences))
     np.testing.assert_array_equal(together, one_by_one)
+
+
+def addresses(cache: tuple) -> list[int]:
+    return [*(x.unsafe_buffer_pointer() for x in cache), cache[1].shape[1]]
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_of_several_conversations_have_the_bits_of_each_alone(name, dtype, n_threads):
+    spec, lengths = SPECS[name], [1, 150, 16, 129, 40]
+    norms = make_sequence(spec, 1)
+    sequences, caches, expected = [], [], []
+    for seed, n in enumerate(lengths):
+        x = make_sequence(spec, n, seed)
+        x.q_norm, x.k_norm = norms.q_norm, norms.k_norm
+        capacity = 160 + 16 * seed
+        out, whole = run(x, spec, [n], cache=empty_cache(spec, capacity, dtype))
+        begun = empty_cache(spec, capacity, dtype)
+        if n > 1:
+            _, begun = run(x, spec, [n - 1], cache=begun)
+        sequences.append(x)
+        caches.append(jax.block_until_ready(begun))
+        expected.append((out[-1], cached(whole, n)))
+    table = np.zeros((2, 8, 3), np.int64)  # the caches are those of the second block
+    table[1, : len(caches)] = [addresses(cache) for cache in caches]
+    last = [
+        pad(np.stack([getattr(x, a)[-1] for x in sequences]), 8) for a in ("q", "k", "v", "rope")
+    ]
+    positions = np.array([n - 1 for n in lengths] + [0] * 3, np.int32)
+    threads.set_threads(n_threads)
+    out = jax.jit(decode_attention, static_argnames=("spec", "dtype"))(
+        *last[:3],
+        table.view(np.int32),
+        np.int32(1),
+        last[3],
+        positions,
+        np.array([0, len(lengths)], np.int32),
+        spec=spec,
+        dtype=dtype,
+        q_norm=norms.q_norm,
+        k_norm=norms.k_norm,
+    )
+    rows = np.asarray(out)
+    threads.set_threads()
+    for row, cache, n, (alone, kept) in zip(rows, caches, lengths, expected, strict=False):
+        np.testing.assert_array_equal(row, alone)
+        for new, old in zip(cached(cache, n), kept, strict=True):
+            np.testing.assert_array_equal(new, old)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitllm.kernels.cpu import ffi, threads
-from jitllm.kernels.cpu.attention_job import CHUNK, Blocking, Job, Shape
+from jitllm.kernels.cpu.attention_batch import fill_shared, write_batch
+from jitllm.kernels.cpu.attention_job import CHUNK, SHARE_BYTES, Blocking, Job, Shape
 from jitllm.kernels.cpu.attention_rows import write_rows
 from jitllm.kernels.cpu.attention_tiles import Tiles
 from jitllm.kernels.cpu.compile import Tier, load, tier
@@ -40,9 +41,6 @@ from jitllm.kernels.cpu.ir import LANES, Function, Module, Value, f32, i32, i64,
 from jitllm.kernels.spec import AttentionSpec
 
 KV = tuple[jax.Array, jax.Array]
-
-_SHARE_BYTES = 1 << 17
-"""Cache bytes below which one token is no slower done alone (measured: about 100 KiB)."""
 
 
 def attention(
@@ -79,6 +77,40 @@ def attention(
     return out, (k_cache, v_cache)
 
 
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    caches: jax.Array,
+    block: jax.Array,
+    rope: jax.Array,
+    positions: jax.Array,
+    span: jax.Array,
+    spec: AttentionSpec,
+    dtype: str,
+    *,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+) -> jax.Array:
+    """`attention` of one new token each of B conversations -> f32[B, N*H].
+
+    Their caches, of `dtype`, are in memory at `caches` i32[blocks, B, 6]: of each block and row the
+    addresses of keys and values and the capacity, as 64-bit words. Row `block` i32[] of them is
+    read, and the new keys and values are written there, at `positions` i32[B]. Who calls keeps the
+    caches alive and untouched until the result is there.
+    """
+    shape, t = Shape.of(spec, dtype), tier()
+    none = jnp.zeros(0, jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        jax.ShapeDtypeStruct((q.shape[0] * Job.BYTES,), jnp.uint8),
+    )
+    call = jax.ffi.ffi_call(f"{_target(shape, t)}-batch", results)
+    norms = (none if x is None else x for x in (q_norm, k_norm))
+    args = (q, k, v, caches, block, rope, *norms, positions, span)
+    return call(*args, params=_params(spec))[0]
+
+
 def _params(spec: AttentionSpec) -> np.ndarray:
     """What a kernel reads at run time, as the int64s of one attribute; floats by their bits."""
     factor = 2 / spec.softcap if spec.softcap else 1.0
@@ -95,7 +127,9 @@ def _target(shape: Shape, t: Tier) -> str:
     def build(t: Tier) -> Module:
         return _build(shape, t)
 
-    ffi.register(name, load(shape.name, build, t, ("handler",), threads.imports())["handler"])
+    handlers = load(shape.name, build, t, ("handler", "batch"), threads.imports())
+    ffi.register(name, handlers["handler"])
+    ffi.register(f"{name}-batch", handlers["batch"])
     return name
 
 
@@ -109,6 +143,7 @@ def _build(shape: Shape, t: Tier) -> Module:
     _write_split(tiles)
     _write_gather(tiles)
     _write_handler(tiles)
+    write_batch(tiles)
     return m
 
 
@@ -126,7 +161,7 @@ def _write_handler(tiles: Tiles) -> None:
             first = f.binary("smax", pos + 1 - job.window, 0) // CHUNK
             n_chunks = pos // CHUNK + 1 - first
             seen = f.minimum(pos + 1, job.window) * job.n_kv_heads
-            small = seen < _SHARE_BYTES // (2 * tiles.shape.head_dim * tiles.shape.value_bytes)
+            small = seen < SHARE_BYTES // (2 * tiles.shape.head_dim * tiles.shape.value_bytes)
             alone = f.select(small, 0, n_tokens).eq(1)
             job.put(first_chunk=first, n_chunks=n_chunks)
             with f.either(alone) as (split, blocks):
@@ -151,15 +186,12 @@ def _fill(frame: ffi.Frame, job: Job) -> None:
     q, k, v, k_cache, v_cache, rope, q_norm, k_norm, span = (frame.arg(i) for i in range(9))
     job.put(q=q.data, k=k.data, v=v.data, rope=rope.data, out=frame.ret(0).data)
     job.put(k_cache=frame.ret(1).data, v_cache=frame.ret(2).data, scratch=frame.ret(3).data)
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        job.put(**{name: f.select(norm.dim(0) > 0, norm.data, f.value(None, ptr))})
     heads, capacity = v_cache.dim(0), v_cache.dim(1)
     pos, rows = (f.load(span.data, i32, 4 * i, align=4).sext(i64) for i in (0, 1))
     rows = f.minimum(f.minimum(rows, q.dim(0)), capacity - pos)
     n_heads = q.dim(1) // k_cache.dim(2)
     job.put(pos=pos, n_tokens=rows, capacity=capacity, n_kv_heads=heads, n_heads=n_heads)
-    floats = (frame.param(i).trunc(i32).bitcast(f32) for i in (1, 2, 3))
-    job.put(window=frame.param(0), **dict(zip(("q_scale", "softcap", "eps"), floats, strict=True)))
+    fill_shared(frame, job, q_norm, k_norm)
 
 
 def _group(f: Function, tiles: Tiles, job: Job, group: Value) -> tuple[Value, Value, Value, Value]:
