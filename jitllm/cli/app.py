@@ -1,6 +1,7 @@
 """A program made of commands: parse, run, and end with one sentence and the right exit code.
 
-Exit codes: 0 done, 1 a failed operation, 2 usage, 130 ctrl-C, 141 the reader of stdout went away.
+Exit codes: 0 done, 1 a failed operation, 2 usage, 130 ctrl-C, 141 the reader of stdout went away,
+143 SIGTERM.
 """
 
 import codecs

@@ -1,4 +1,5 @@
-"""Where the installed commands begin: ctrl-C ends them from here on with 130 and no traceback.
+"""Where the installed commands begin: ctrl-C ends them from here on with 130 and no traceback, and
+SIGTERM with 143. Either way what was half done is cleared away.
 
 Python raises KeyboardInterrupt wherever it happens to be. In the middle of the import of a library
 in C++ that ends the process with an abort, and in a callback of the garbage collector (jax has
@@ -12,8 +13,10 @@ import sys
 import types
 from importlib import import_module
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 _A_MOMENT_S = 0.02
+_ENDS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
+_UNHEEDED_YET = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 def jitllm() -> int:
@@ -28,51 +31,58 @@ def jitllmd() -> int:
 
 def _enter(module: str) -> int:
     # A shell starts what it puts in the background with ctrl-C ignored; that stays so.
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    heeded = [s for s, before in _UNHEEDED_YET.items() if signal.getsignal(s) is before]
     try:
-        if heeded:
-            catch_interrupts()
+        catch_signals(heeded)
         code = import_module(module).main()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if code == INTERRUPTED:
-        _leave_at_once()
-    if heeded:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    if code in (INTERRUPTED, TERMINATED):
+        _leave_at_once(code)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for signum in heeded:
+        signal.signal(signum, signal.SIG_DFL)
     return code
 
 
-def _leave_at_once() -> None:
+def _leave_at_once(code: int) -> None:
     """Without the interpreter's own end, which waits for threads that nobody stopped."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(INTERRUPTED)
+    os._exit(code)
 
 
-def catch_interrupts() -> None:
-    """Make ctrl-C raise KeyboardInterrupt in the main thread, later where it would be lost now."""
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+def catch_signals(which: list[signal.Signals]) -> None:
+    """Make each of them an exception in the main thread, later where it would be lost now."""
+    for signum in which:
+        signal.signal(signum, _end)
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(_sent_again))
     sys.unraisablehook = _unraisable
 
 
-def _interrupt(signum: int, frame: types.FrameType | None) -> None:
+_sent_again = signal.SIGINT
+
+
+def _end(signum: int, frame: types.FrameType | None) -> None:
     if _in_import(frame):
-        _send_again()
+        _send_again(signal.Signals(signum))
     else:
-        raise KeyboardInterrupt
+        raise _ENDS[signal.Signals(signum)](128 + signum)
 
 
 def _unraisable(what: "sys.UnraisableHookArgs") -> None:
-    if what.exc_type is KeyboardInterrupt:
-        _send_again()
-    else:
-        sys.__unraisablehook__(what)
+    for signum, end in _ENDS.items():
+        if what.exc_type is end:
+            return _send_again(signum)
+    sys.__unraisablehook__(what)
 
 
-def _send_again() -> None:
+def _send_again(signum: signal.Signals) -> None:
+    global _sent_again
+    _sent_again = signum
     signal.setitimer(signal.ITIMER_REAL, _A_MOMENT_S)
 
 
