@@ -21,7 +21,7 @@ import numpy as np
 from jitllm.catalog import resolve
 from jitllm.compiled import keep_compiled_steps
 from jitllm.errors import JitllmError, UsageError
-from jitllm.executor import Executor, Feed
+from jitllm.executor import Executor, Feed, widths
 from jitllm.kernels.ops import set_threads
 from jitllm.model.kvcache import DTYPES, KVCaches, empty_cache
 from jitllm.model.weights import vectors
@@ -260,14 +260,15 @@ class Engine:
                 self._sessions.discard(session)
                 self._mover.fit()
 
-    def forward(self, feed: Feed, rows: str) -> np.ndarray:
-        """Append the tokens of `feed`; the logits of its `last` row f32[V], or of `all` f32[T, V].
+    def forward(self, feed: Feed, rows: str) -> np.ndarray | None:
+        """Append the tokens of `feed`; the logits of its `last` row f32[V], of `all` f32[T, V], or
+        of `none`.
 
         Where it fails, the caches before the feed's position are untouched, and it can be done
         again.
         """
-        run = {"last": self._executor.prefill, "all": self._executor.logits}[rows]
-        return run(feed)
+        e = self._executor
+        return {"last": e.prefill, "all": e.logits, "none": e.append}[rows](feed)
 
     def decode(self, sessions: Sequence[Session], ids: Sequence[int]) -> np.ndarray:
         """One pass for several conversations: append `ids[b]` to `sessions[b]`; logits f32[B, V].
@@ -279,6 +280,16 @@ class Engine:
         for session, token in zip(sessions, ids, strict=True):
             session.tokens.append(token)
         return logits
+
+    def warm_up(self, session: Session, n_rows: int) -> None:
+        """Build the steps of a prompt and of 1 to `n_rows` rows under the present budget and
+        placement, which else the first to need one would wait for; `session` is empty after it."""
+        session.truncate(0)
+        session.prefill([0, 0])
+        session.truncate(0)
+        feed = session.feed([0])
+        for width in widths(n_rows):
+            self._executor.decode([feed] * width)
 
     # Placement
 

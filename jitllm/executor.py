@@ -93,12 +93,17 @@ class Executor:
         self.n_seams = 0
         """Times that activations went from one device to another."""
 
+    def append(self, feed: Feed) -> None:
+        """Append the tokens of `feed`."""
+        for chunk in self._chunks(feed):
+            with self._pass(with_head=False):
+                jax.block_until_ready(self._blocks([chunk])[0])
+
     def prefill(self, feed: Feed) -> np.ndarray:
         """Append the tokens of `feed`; logits f32[V] after the last of them."""
         *chunks, last = self._chunks(feed)
         for chunk in chunks:
-            with self._pass(with_head=False):
-                self._blocks([chunk])
+            self.append(chunk)
         return self.decode([last])[0]
 
     def decode(self, feeds: Sequence[Feed]) -> np.ndarray:
@@ -379,9 +384,13 @@ class Executor:
         return rows[batch.unit * table.unit_rows + batch.row]
 
 
+def widths(n_rows: int) -> list[int]:
+    """Rows of the steps that run 1 to `n_rows`: powers of four, so that few are ever compiled."""
+    return [4**i for i in range(1 + -(-(n_rows - 1).bit_length() // 2))]
+
+
 def _width(n_rows: int) -> int:
-    """Rows of the step that runs so many: a power of four, so that few steps are ever compiled."""
-    return 4 ** -(-(n_rows - 1).bit_length() // 2)
+    return widths(n_rows)[-1]
 
 
 def _power_of_two(n: int) -> int:

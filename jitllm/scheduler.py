@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -77,7 +78,6 @@ class Scheduler:
         self._engine, self._n_rows, self._max_queue = engine, n_rows, max_queue
         self._cache = PrefixCache(engine.ledger, prefix_cache_bytes, _snapshot_size(engine))
         self._free: list[Session] = []
-        self._n_sessions = 0
         self._tasks: deque[_Task[Any]] = deque()
         self._waiting: deque[list[Row]] = deque()
         self._prefilling: deque[Row] = deque()
@@ -161,6 +161,7 @@ class Scheduler:
         return int(min(60, max(1, turns * self._seconds_per_row)))
 
     def _run(self) -> None:
+        self._warm_up()
         while self._wait():
             try:
                 self._run_tasks()
@@ -175,6 +176,12 @@ class Scheduler:
         self._cache.clear()
         for session in self._free:
             session.close()
+
+    def _warm_up(self) -> None:
+        """Steps are built before a reply is under way that would have to wait for them."""
+        with suppress(JitllmError):  # without memory for a cache the first request will say so
+            self._free.append(self._engine.session())
+            self._engine.warm_up(self._free[0], self._n_rows)
 
     def _wait(self) -> bool:
         """Until there is something to do; False: nothing ever again."""
@@ -257,11 +264,12 @@ class Scheduler:
         except Exception as error:
             self._fail([row], error)
 
-    def _chunk(self, row: Row) -> np.ndarray:
-        """The next tokens of a prompt; logits f32[V] after the last of them."""
+    def _chunk(self, row: Row) -> np.ndarray | None:
+        """The next tokens of a prompt; behind the last of all, logits f32[V]."""
         at, session = len(row.session.tokens), row.session
         if not row.prompt_logprobs:
-            return session.prefill(row.ids[at : at + CHUNK_TOKENS])
+            chunk, is_last = row.ids[at : at + CHUNK_TOKENS], row.n_pending <= CHUNK_TOKENS
+            return session.prefill(chunk) if is_last else session.append(chunk)
         chunk = row.ids[at : at + LOGPROB_CHUNK_TOKENS]
         if at == 0:
             row.sink.prompt_token(chunk[0], None)

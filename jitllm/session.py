@@ -98,7 +98,11 @@ class Session:
         """Append `ids` and give the logits f32[T, V] that follow each of them."""
         return self._forward(ids, "all")
 
-    def _forward(self, ids: Sequence[int], rows: str) -> np.ndarray:
+    def append(self, ids: Sequence[int]) -> None:
+        """Append `ids`, whose logits nobody needs."""
+        self._forward(ids, "none")
+
+    def _forward(self, ids: Sequence[int], rows: str) -> np.ndarray | None:
         ids = [index(token) for token in ids]
         feed = self.feed(ids)
         logits = self._engine.forward(feed, rows)

@@ -141,6 +141,31 @@ def test_one_compiled_step_serves_two_to_four_rows_whatever_their_caches_hold(tm
         assert engine.stats().steps_compiled == n_compiled
 
 
+def test_after_a_warm_up_no_row_waits_for_a_step_to_be_built(tmp_path: Path):
+    source = write_tiny(tmp_path / "m.gguf", "Q4_K", context_length=1000, n_blocks=3)
+    path = convert(source, tmp_path / "m.jlm").out
+    for budget in ("64M", "400K"):
+        with Engine.open(path, devices="cpu", maxmem=budget) as engine:
+            sessions = [engine.session() for _ in range(6)]
+            engine.warm_up(sessions[0], 6)
+            assert not sessions[0].tokens
+            n_compiled = engine.stats().steps_compiled
+            assert n_compiled > 3
+            for i, session in enumerate(sessions):
+                session.prefill(prompt(i, 600 * (i == 0) + 10))
+                engine.decode(sessions[: i + 1], range(3, 4 + i))
+            assert engine.stats().steps_compiled == n_compiled
+
+
+def test_tokens_appended_without_logits_are_as_good_as_any(engine):
+    ids = prompt(5, 900)
+    with engine.session() as whole, engine.session() as parts:
+        expected = whole.prefill(ids)
+        assert parts.append(ids[:550]) is None
+        assert parts.tokens == ids[:550]
+        assert (parts.prefill(ids[550:]) == expected).all()
+
+
 def test_budgets_that_change_under_running_rows_change_no_token(make, engine):
     scheduler = make()
     asked = [(prompt(i, 20), 60) for i in range(4)]

@@ -104,6 +104,7 @@ def test_no_decode_waits_for_more_than_one_chunk_of_prompts(make):
     assert sum(is_chunk) == 1 + 4 + 3
     assert not any(a and b for a, b in pairwise(is_chunk[1:]))
     assert scheduler.stats.n_chunks == 8
+    assert engine.n_appended == 3 + 2  # nobody needs the logits of the other chunks
 
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(make):

@@ -80,6 +80,10 @@ class FakeSession:
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         return self.logits(ids)[-1]
 
+    def append(self, ids: Sequence[int]) -> None:
+        self.engine.pass_over([self], [ids])
+        self.engine.n_appended += 1
+
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         self.engine.pass_over([self], [ids])
         return np.stack([next_logits(i) for i in ids])
@@ -103,7 +107,7 @@ class FakeEngine:
         self.tokenizer, self.ledger = FakeTokenizer(), Ledger()
         self.kernels = "fake"
         self.budget_bytes = 400 * KIB
-        self.n_sessions = self.n_computed = 0
+        self.n_sessions = self.n_computed = self.n_appended = 0
         self.passes: list[list[list[int]]] = []
         self.go_on = threading.Event()
         self.go_on.set()
@@ -117,6 +121,9 @@ class FakeEngine:
     def session(self) -> FakeSession:
         self.n_sessions += 1
         return FakeSession(self)
+
+    def warm_up(self, session: FakeSession, n_rows: int) -> None:
+        self.warm_rows = n_rows
 
     def decode(self, sessions: Sequence[FakeSession], ids: Sequence[int]) -> np.ndarray:
         self.pass_over(sessions, [[i] for i in ids])
