@@ -62,6 +62,8 @@ class Frame:
             if self.read is not None:
                 self.read.check()
         except Exception:
+            # Whatever it was: nobody waits for the page now, and whoever wants it reads it again
+            # and is told.
             self.forget()
 
     def forget(self) -> None:

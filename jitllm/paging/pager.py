@@ -393,6 +393,8 @@ class Pager:
         try:
             event()
         except Exception:
+            # Whatever became of the read, what lies in the frame is no page; not so for a ctrl-C in
+            # the wait, behind which the read goes on.
             self.generation += 1
             frame.forget()
             raise

@@ -115,7 +115,7 @@ def _streamed(job: Job, shape: Shape) -> Iterator[bytes]:
         except Cancelled:
             return
         except Exception as error:
-            # the status has been sent: what is left is to say it in the stream
+            # whatever it is: the status has been sent, and what is left is to say it in the stream
             count("failed")
             if not isinstance(error, JitllmError):
                 log.exception("a stream failed", exc_info=error)
@@ -126,7 +126,7 @@ def _streamed(job: Job, shape: Shape) -> Iterator[bytes]:
 def _counting_refusals(metrics: Metrics) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # all of them are answered, see `app._failed`
         metrics.count("refused" if as_api_error(error).status < 500 else "failed")
         raise
 
@@ -142,9 +142,7 @@ def _counting(job: Job) -> Iterator:
 
     try:
         yield ended
-    except GeneratorExit:
-        raise
-    except Exception:
+    except Exception:  # not GeneratorExit, which is how a client that left ends a stream
         outcome = "failed"
         raise
     finally:
