@@ -333,6 +333,12 @@ class Engine:
             self._automatic = False
             return applied
 
+    @property
+    def spare_bytes(self) -> int | None:
+        """What the process limit left at the start beside weights and one conversation; None: there
+        is no limit."""
+        return self._prospect.spare_bytes
+
     def memory_report(self) -> MemoryReport:
         """What the budget costs, before the first token."""
         pages, applied = self._prospect.container.pages, self._pager.applied()

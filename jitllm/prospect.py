@@ -14,7 +14,7 @@ from jitllm.model.kvcache import kv_bytes
 from jitllm.paging import policy
 from jitllm.paging.budget import AUTOMATIC_SHARE, memory_limits, usable_cores
 from jitllm.paging.container import Container, remake
-from jitllm.paging.pager import fixed_bytes
+from jitllm.paging.pager import fixed_bytes, whole_cycle
 from jitllm.placement.devices import HOST, Device, limit, open_devices, parse_devices
 from jitllm.placement.plan import Plan
 from jitllm.placement.planner import plan
@@ -84,6 +84,21 @@ class Prospect:
         """The smallest budget that works."""
         pages = self.container.pages
         return self.fixed_bytes + policy.smallest_bytes([pages[p].n_bytes for p in self.cycle])
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest budget that is of use: for all of the model, should all of it come home."""
+        pages = self.container.pages
+        cycle = sum(pages[page].n_bytes for page in whole_cycle(self.container))
+        return self.fixed_bytes + cycle + self.embedding_bytes
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What the process limit leaves beside the weights and what one conversation takes."""
+        if self.process_limit is None:
+            return None
+        taken = self.budget_bytes + self.host_kv_bytes + self.workspace_bytes
+        return max(0, self.process_limit - taken)
 
     @property
     def host_kv_bytes(self) -> int:
@@ -161,11 +176,12 @@ def look_ahead(
 
 
 def _limited(prospect: Prospect, limit_bytes: int) -> Prospect:
-    """`prospect` within the limit, for which an automatic budget gives way."""
+    """`prospect` within the limit, for which an automatic budget gives way: to all else, and to
+    further conversations as far as the model has no use for it."""
     kv, activations = prospect.host_kv_bytes, prospect.workspace_bytes
     if prospect.automatic:
         room = max(limit_bytes - kv - activations, prospect.smallest_bytes)
-        prospect = prospect.under(min(prospect.budget_bytes, room))
+        prospect = prospect.under(min(prospect.budget_bytes, prospect.most_bytes, room))
     total = prospect.budget_bytes + kv + activations
     if total > limit_bytes:
         lacking = format_size(total - limit_bytes)

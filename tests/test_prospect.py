@@ -109,6 +109,19 @@ def test_an_automatic_budget_gives_way_to_the_process_limit(container):
             engine.set_budget(limit)
 
 
+def test_an_automatic_budget_leaves_what_it_has_no_use_for_to_further_conversations(container):
+    said, devices = Profile(), devices_of(Profile())
+    limited = look_ahead(container, devices, said, None, 64, "f16", process_limit=64 << 20)
+    with Engine(limited) as engine:
+        assert engine.memory_report().over_bytes == 0
+        sessions = [engine.session() for _ in range(4)]
+        used = engine.stats().ledger.used_bytes
+        assert engine.spare_bytes == (64 << 20) - (
+            limited.most_bytes + limited.host_kv_bytes + limited.workspace_bytes
+        )
+        assert used < 64 << 20 and all(session.room_tokens for session in sessions)
+
+
 def test_a_process_limit_that_is_too_small_says_what_takes_how_much(container):
     said, devices = Profile(), devices_of(Profile())
     for budget in (None, 300_000):
