@@ -334,6 +334,11 @@ class Engine:
             return applied
 
     @property
+    def n_threads(self) -> int:
+        """Of the CPU, to compute with."""
+        return self._prospect.n_threads
+
+    @property
     def spare_bytes(self) -> int | None:
         """What the process limit left at the start beside weights and one conversation; None: there
         is no limit."""

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, UseAppendAction
 
@@ -35,8 +35,11 @@ class ServeFlags(Settings):
     """Name of the model in requests, one for each -load; unset: the file's without its ending."""
     maxmem: Size | None = None
     """Memory for weights; unset: 80 % of what is free. The rest is read from disk as needed."""
+    process_limit: Size | None = None
+    """All that a model's ledger counts together, KV and prefix cache too; unset: no limit."""
     prefix_cache: Size | None = None
-    """Memory for KV of earlier prompts, per model; 0: none; unset: one session's KV."""
+    """Memory for KV of earlier prompts, per model; 0: none; unset: one session's KV, or what the
+    process limit leaves."""
     allow_host: UseAppendAction[tuple[str, ...]] = ()
     """Further name under which the server may be addressed; may be given several times."""
     cors_origin: UseAppendAction[tuple[str, ...]] = ()
@@ -95,19 +98,23 @@ def models(
     maxmem: Size | None = None,
     gpu_layers: int | None = None,
     max_seq: int | None = None,
+    kv: Literal["f16", "f32"] | None = None,
+    process_limit: Size | None = None,
     unload: str | None = None,
     server: OmitArgPrefixes[ClientFlags] = _CLIENT,
 ) -> None:
     """Show the models of a server, load another or put one away.
 
     Args:
-        load: File to load, from the server's folder; the flags down to -max-seq are for it.
+        load: File to load, from the server's folder; the flags down to -process-limit are for it.
         id: Name of the model in requests; unset: the file's without its ending.
         devices: auto, all, cpu, gpu[:N] or PLATFORM[:N], comma separated.
         placement: SEL=WHERE,...: what goes where.
         maxmem: Memory for weights; unset: as the server was started.
         gpu_layers: How many of the last blocks go to devices unasked.
         max_seq: Room for N tokens, prompt and reply together.
+        kv: Type of the cached keys and values; unset: as the server was started.
+        process_limit: All that the model's ledger counts together.
         unload: Name of a model to put away.
     """
     client = server.client()
@@ -118,6 +125,8 @@ def models(
         "maxmem": maxmem,
         "gpu_layers": gpu_layers,
         "max_seq": max_seq,
+        "kv": kv,
+        "process_limit": process_limit,
     }
     given = {name: value for name, value in options.items() if value is not None}
     if given and load is None:

@@ -6,7 +6,7 @@ from typing import Any
 from jitllm.errors import UsageError
 from jitllm.placement.devices import HOST
 from jitllm.server.errors import bad_value
-from jitllm.server.fields import Kind, integer, read_object, shown, text
+from jitllm.server.fields import Kind, choice, integer, read_object, shown, text
 from jitllm.units import parse_size
 
 _MANY = 2**31 - 1
@@ -39,6 +39,8 @@ LOAD: dict[str, Kind] = {
     "maxmem": SIZE,
     "gpu_layers": integer(0, _MANY),
     "max_seq": integer(1, _MANY),
+    "kv": choice("f16", "f32"),
+    "process_limit": SIZE,
 }
 """`POST /jitllm/models`. A profile is a file, and files are the server's own to name."""
 BUDGET: dict[str, Kind] = {"maxmem": SIZE}

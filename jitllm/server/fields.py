@@ -61,6 +61,17 @@ def boolean() -> Kind:
     return Kind(read, {"type": "boolean"})
 
 
+def choice(*values: str) -> Kind:
+    """One of these strings."""
+
+    def read(value: Any, name: str) -> str:
+        if value not in values:
+            raise bad_value(name, f"{name} has to be {' or '.join(values)}, but is {shown(value)}")
+        return value
+
+    return Kind(read, {"enum": list(values)})
+
+
 def text(max_chars: int, min_chars: int = 0) -> Kind:
     """A string of so many characters."""
 

@@ -36,8 +36,16 @@ def open_engine(path: Path, options: ModelOptions) -> Engine:
         devices=options.devices,
         placement=options.placement,
         gpu_layers=options.gpu_layers,
+        kv_dtype=options.kv,
     )
-    return Engine.open(path, maxmem=options.maxmem, profile=profile, max_seq=options.max_seq)
+    return Engine.open(
+        path,
+        maxmem=options.maxmem,
+        profile=profile,
+        max_seq=options.max_seq,
+        threads=options.threads,
+        process_limit=options.process_limit,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,19 +170,23 @@ class Models:
     def _make(self, id: str, path: Path, options: ModelOptions) -> Model:
         engine = self._open(path, options)
         try:
-            settings, kv_bytes = self._settings, engine.memory_report().kv_bytes
-            wanted = settings.prefix_cache
             scheduler = Scheduler(
                 engine,
-                n_rows=settings.sessions,
-                max_queue=settings.max_queue,
-                prefix_cache_bytes=kv_bytes if wanted is None else wanted,
+                n_rows=self._settings.sessions,
+                max_queue=self._settings.max_queue,
+                prefix_cache_bytes=self._prefix_cache_bytes(engine),
             )
         except BaseException:
             engine.close()
             raise
-        sessions = Sessions(id, engine, scheduler, settings.sessions)
+        sessions = Sessions(id, engine, scheduler, self._settings.sessions)
         return Model(id, path, engine, scheduler, sessions, int(time.time()))
+
+    def _prefix_cache_bytes(self, engine: Engine) -> int:
+        if self._settings.prefix_cache is not None:
+            return self._settings.prefix_cache
+        kv_bytes, spare_bytes = engine.memory_report().kv_bytes, engine.spare_bytes
+        return kv_bytes if spare_bytes is None else min(kv_bytes, spare_bytes)
 
     def _inside(self, file: str) -> Path | None:
         """The file of that name, if it is one and is in the folder, links followed."""

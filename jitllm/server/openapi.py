@@ -47,6 +47,26 @@ _LIST = {
     "required": ["object", "data"],
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _OBJECT}},
 }
+_MODEL_FIELDS = {
+    "id": {"type": "string"},
+    "object": {"const": "model"},
+    "created": {"type": "integer"},
+    "owned_by": {"type": "string"},
+    "file": {"type": "string"},
+    "context_tokens": {"type": "integer"},
+    "kv": {"enum": ["f16", "f32"]},
+    "threads": {"type": "integer"},
+    "process_limit_bytes": {"type": ["integer", "null"]},
+    "kernels": {"type": "string"},
+    "blocks": {"type": "object", "additionalProperties": {"type": "integer"}},
+}
+_MODEL = {
+    "type": "object",
+    "required": list(_MODEL_FIELDS),
+    "properties": _MODEL_FIELDS,
+    "additionalProperties": False,
+}
+_MODELS = _LIST | {"properties": _LIST["properties"] | {"data": {"type": "array", "items": _MODEL}}}
 _EVENT = {
     "type": "object",
     "description": "One server-sent event: data is a JSON object, or [DONE] at the end of a reply",
@@ -87,17 +107,17 @@ def _paths() -> dict[str, Any]:
         "/healthz": {"get": _get("Whether requests are answered")},
         "/metrics": {"get": _get("Figures for Prometheus", mimetype="text/plain")},
         "/openapi.json": {"get": _get("This document")},
-        "/v1/models": {"get": _get("The models that are loaded", _LIST)},
-        "/v1/models/{id}": {"parameters": [_ID], "get": _get("One loaded model")},
+        "/v1/models": {"get": _get("The models that are loaded", _MODELS)},
+        "/v1/models/{id}": {"parameters": [_ID], "get": _get("One loaded model", _MODEL)},
         "/v1/completions": {"post": _text("What follows a prompt", COMPLETION, "prompt")},
         "/v1/chat/completions": {"post": _text("The reply to a conversation", CHAT, "messages")},
         "/jitllm/models": {
-            "get": _get("What is loaded, and what could be", _LIST),
-            "post": _post("Load a file", bodies.LOAD, required=("file",), status="201"),
+            "get": _get("What is loaded, and what could be", _MODELS),
+            "post": _post("Load a file", bodies.LOAD, ("file",), "201", _MODEL),
         },
         model: {
             "parameters": [_ID],
-            "get": _get("One loaded model"),
+            "get": _get("One loaded model", _MODEL),
             "delete": _operation("Put it away", _OBJECT),
         },
         f"{model}/budget": {
@@ -147,11 +167,15 @@ def _get(
 
 
 def _post(
-    what: str, table: Mapping[str, Kind], required: tuple[str, ...] = (), status: str = "200"
+    what: str,
+    table: Mapping[str, Kind],
+    required: tuple[str, ...] = (),
+    status: str = "200",
+    schema: dict[str, Any] = _OBJECT,
 ) -> dict[str, Any]:
     body = {"content": {"application/json": {"schema": object_schema(table, required)}}}
     needed = {"required": bool(required)}
-    return _operation(what, _OBJECT, status) | {"requestBody": body | needed}
+    return _operation(what, schema, status) | {"requestBody": body | needed}
 
 
 def _text(what: str, table: Mapping[str, Kind], required: str) -> dict[str, Any]:

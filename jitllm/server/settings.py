@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -18,7 +18,7 @@ from jitllm.units import parse_size
 
 DEFAULT_ADDR = "127.0.0.1:4242"
 _FOLDER = "models"
-_SIZES = ("maxmem", "prefix_cache")
+_SIZES = ("maxmem", "prefix_cache", "process_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,17 @@ class ModelOptions:
     """How many of the last blocks go to devices unasked."""
     max_seq: int | None = None
     """Room for N tokens, prompt and reply together; unset: the model's limit, at most 4096."""
+    kv: Literal["f16", "f32"] | None = None
+    """Type of the cached keys and values; unset: f16, or what the profile says."""
+    threads: int | None = None
+    """CPU threads; unset: the physical cores this process may use."""
+    process_limit: int | None = None
+    """All that a model's ledger counts together, KV and prefix cache too; unset: no limit."""
+
+    def __post_init__(self) -> None:
+        """SettingError for a value that cannot be."""
+        check_counts(self, maxmem=0, gpu_layers=0, max_seq=1, threads=1, process_limit=0)
+        _check_choice(self, "kv", None, "f16", "f32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +70,8 @@ class Settings(ModelOptions):
     max_queue: int = 32
     """Requests of one model that may wait; the next is answered with 429."""
     prefix_cache: int | None = None
-    """Memory for KV of earlier prompts, per model; 0: none; unset: one session's KV."""
+    """Memory for KV of earlier prompts, per model; 0: none; unset: one session's KV, or what the
+    process limit leaves."""
     api_key: str | None = None
     """Key that every request has to bring; unset: JITLLMD_API_KEY, or none."""
     admin_key: str | None = None
@@ -74,13 +86,13 @@ class Settings(ModelOptions):
 
     def __post_init__(self) -> None:
         """UsageError for values that cannot be, alone or together."""
+        super().__post_init__()
         split_addr(self.addr)
         if len(self.id) > len(self.load):
             spare = self.id[len(self.load)]
             raise SettingError("id", f"id {spare} has no file to load that it could name")
         check_counts(self, sessions=1, max_queue=0, prefix_cache=0)
-        if self.log_format not in ("text", "json"):
-            raise UsageError(f"log_format has to be text or json, but is {self.log_format!r}")
+        _check_choice(self, "log_format", "text", "json")
         for origin in self.cors_origin:
             if not origin.startswith(("http://", "https://")) or origin.endswith("/"):
                 raise SettingError(
@@ -125,6 +137,13 @@ class Settings(ModelOptions):
         return ModelOptions(**{f.name: getattr(self, f.name) for f in fields(ModelOptions)})
 
 
+def _check_choice(options: ModelOptions, name: str, *allowed: str | None) -> None:
+    """SettingError for a field that is none of the values that it may have."""
+    if (value := getattr(options, name)) not in allowed:
+        words = " or ".join(filter(None, allowed))
+        raise SettingError(name, f"{name} has to be {words}, but is {value!r}")
+
+
 def split_addr(addr: str) -> tuple[str, int]:
     """(host, port) of `HOST:PORT` or `[IPV6]:PORT`. SettingError where it is neither."""
     host, colon, port = addr.rpartition(":")
@@ -151,7 +170,8 @@ def is_loopback(host: str) -> bool:
 
 
 def load_settings(path: str | Path, **overrides: Any) -> Settings:
-    """The settings in a YAML file, each key a field of `Settings`; `overrides` go before them."""
+    """The settings in a YAML file, each key a field of `Settings`, null for unset; `overrides` go
+    before them."""
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
     except OSError as error:
@@ -164,7 +184,11 @@ def load_settings(path: str | Path, **overrides: Any) -> Settings:
     for key in content:
         if key not in hints:
             raise UsageError(f"settings {path}: unknown key {key!r}; known are {', '.join(hints)}")
-    given = {key: _value(path, key, value, hints[key]) for key, value in content.items()}
+    given = {
+        key: _value(path, key, value, hints[key])
+        for key, value in content.items()
+        if value is not None
+    }
     try:
         return Settings(**given | overrides)
     except UsageError as error:
@@ -180,10 +204,10 @@ def _value(path: str | Path, key: str, value: Any, hint: Any) -> Any:
             raise UsageError(f"settings {path}: {key}: {error}") from None
     if hint == tuple[str, ...] and isinstance(value, list | str):
         return tuple(map(str, value)) if isinstance(value, list) else (value,)
-    kinds = {str: str, str | None: str | None, int: int, int | None: int | None}
-    kind = kinds.get(hint, str)
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise UsageError(f"settings {path}: {key} cannot be {value!r}")
+    number = int in (hint, *get_args(hint))
+    if isinstance(value, bool) or not isinstance(value, int if number else str):
+        kind = "a whole number" if number else "a text"
+        raise UsageError(f"settings {path}: {key} has to be {kind}, but is {value!r}")
     return value
 
 

@@ -81,6 +81,9 @@ def model_object(model: Model) -> dict[str, Any]:
         "owned_by": "jitllm",
         "file": model.path.name,
         "context_tokens": engine.max_seq,
+        "kv": engine.profile.kv_dtype,
+        "threads": engine.n_threads,
+        "process_limit_bytes": engine.ledger.limit_bytes,
         "kernels": engine.kernels,
         "blocks": blocks_by_device(engine),
     }

@@ -10,8 +10,9 @@ from jitllm.cli.jitllmd import COMMANDS, main
 
 NAMES = [command.name for command in COMMANDS]
 FLAGS = """
-    addr models load id devices placement profile maxmem gpu-layers max-seq sessions max-queue
-    prefix-cache api-key admin-key allow-host cors-origin log-format
+    addr models load id devices placement profile maxmem gpu-layers max-seq kv threads
+    process-limit sessions max-queue prefix-cache api-key admin-key allow-host cors-origin
+    log-format
 """
 
 

@@ -17,6 +17,7 @@ from jitllm.engine import EngineStats
 from jitllm.errors import BudgetError, UsageError
 from jitllm.paging.budget import Ledger
 from jitllm.paging.counters import Applied, PagerCounters
+from jitllm.placement.rules import Profile
 from jitllm.reports import DeviceReport, MemoryReport
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,!?\n"
@@ -105,7 +106,8 @@ class FakeEngine:
     def __init__(self, max_seq: int = 64, step_s: float = 0.0):
         self.max_seq, self.step_s = max_seq, step_s
         self.tokenizer, self.ledger = FakeTokenizer(), Ledger()
-        self.kernels = "fake"
+        self.kernels, self.n_threads, self.spare_bytes = "fake", 2, None
+        self.profile = Profile()
         self.budget_bytes = 400 * KIB
         self.n_sessions = self.n_computed = self.n_appended = 0
         self.passes: list[list[list[int]]] = []

@@ -1,6 +1,7 @@
 """The control plane on the fake engine: models, budgets, places, and what is said of them."""
 
 from tests.server.asking import error_of
+from tests.server.fake_engine import FakeEngine
 
 
 def test_models_are_loaded_and_put_away_while_the_server_runs(served):
@@ -13,6 +14,23 @@ def test_models_are_loaded_and_put_away_while_the_server_runs(served):
     assert served.client.delete("/jitllm/models/two").get_json()["deleted"] is True
     assert served.engine.closed
     assert served.complete(max_tokens=1, model="two").status_code == 404
+
+
+def test_a_model_is_described_as_the_document_says(served):
+    model = served.client.get("/jitllm/models/fake").get_json()
+    assert (model["kv"], model["threads"], model["process_limit_bytes"]) == ("f16", 2, None)
+    assert served.client.get("/v1/models/fake").get_json() == model
+    operation = served.client.get("/openapi.json").get_json()["paths"]["/jitllm/models/{id}"]["get"]
+    schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    assert set(schema["required"]) == set(schema["properties"]) == set(model)
+
+
+def test_the_prefix_cache_takes_what_the_process_limit_leaves(make):
+    for spare_bytes, n_bytes in ((None, 4096), (1000, 1000), (1 << 20, 4096)):
+        engine = FakeEngine()
+        engine.spare_bytes = spare_bytes
+        stats = make(engine).client.get("/jitllm/stats").get_json()["models"]["fake"]
+        assert stats["scheduler"]["prefix_cache"]["budget_bytes"] == n_bytes
 
 
 def test_a_budget_is_changed_between_two_tokens_and_says_what_was_applied(served):

@@ -160,6 +160,23 @@ def test_verbs_that_cannot_mean_anything_are_usage(capsys, argv, message):
     assert capsys.readouterr().err == f"jitllmd: {message}\n"
 
 
+def test_how_a_model_is_opened_is_the_server_s_to_say_and_a_load_s(folder):
+    flags = ["-devices", "cpu", "-kv", "f32", "-threads", "1", "--process-limit", "32M"]
+    with serving(folder, "-load", "tiny.jlm", *flags) as served:
+        given = {"file": "tiny.jlm", "id": "two", "kv": "f16", "process_limit": "48M"}
+        served.client.post("/jitllm/models", given)
+        found = served.client.get("/jitllm/models")["data"]
+        shown = [(m["kv"], m["threads"], m["process_limit_bytes"] >> 20) for m in found]
+        assert shown == [("f32", 1, 32), ("f16", 1, 48)]
+        text = served.text("Once upon a time", model="tiny")
+        assert text == served.text("Once upon a time", model="tiny", max_tokens=16)
+        cache = served.stats()["models"]["tiny"]["scheduler"]["prefix_cache"]
+        assert cache["budget_bytes"] > 0 and cache["n_hits"] == 1
+        for limit, words in (("1K", "a process limit of 1.0 KiB is"), ("x", "process_limit: size")):
+            with pytest.raises(JitllmError, match=words):
+                served.client.post("/jitllm/models", given | {"id": "no", "process_limit": limit})
+
+
 # Clients that leave
 
 

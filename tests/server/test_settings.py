@@ -23,8 +23,17 @@ def from_text(tmp_path: Path, text: str, **overrides: object) -> Settings:
 
 def test_every_kind_of_value_is_read(tmp_path):
     text = "load: [a.jlm, b.jlm]\nid: a\nmaxmem: 400K\nprefix_cache: 0\nsessions: 2\napi_key: k\n"
+    text += "kv: f32\nthreads: 1\nprocess_limit: 1G\nplacement: null\nmax_seq:\n"
     assert from_text(tmp_path, text, sessions=3) == Settings(
-        load=("a.jlm", "b.jlm"), id=("a",), maxmem=409600, prefix_cache=0, sessions=3, api_key="k"
+        load=("a.jlm", "b.jlm"),
+        id=("a",),
+        maxmem=409600,
+        prefix_cache=0,
+        sessions=3,
+        api_key="k",
+        kv="f32",
+        threads=1,
+        process_limit=1 << 30,
     )
     assert from_text(tmp_path, "# nothing\n") == Settings()
 
@@ -37,10 +46,16 @@ def test_the_settings_of_the_repository_can_be_read():
     ("text", "message"),
     [
         ("sesions: 2", "unknown key 'sesions'; known are"),
-        ("sessions: two", "sessions cannot be 'two'"),
-        ("sessions: true", "sessions cannot be True"),
+        ("sessions: two", "sessions has to be a whole number, but is 'two'"),
+        ("sessions: true", "sessions has to be a whole number, but is True"),
         ("maxmem: much", "s.yaml: maxmem: size 'much' is not a number of bytes"),
         ("sessions: 0", "s.yaml: sessions has to be a whole number of 1 or more, but is 0"),
+        ("threads: 0", "s.yaml: threads has to be a whole number of 1 or more, but is 0"),
+        ("max_seq: -1", "s.yaml: max_seq has to be a whole number of 1 or more, but is -1"),
+        ("maxmem: -1", "s.yaml: maxmem has to be a whole number of 0 or more, but is -1"),
+        ("process_limit: x", "s.yaml: process_limit: size 'x' is not a number of bytes"),
+        ("kv: q4", "s.yaml: kv has to be f16 or f32, but is 'q4'"),
+        ("api_key: 12", "s.yaml: api_key has to be a text, but is 12"),
         ("max_queue: -1", "s.yaml: max_queue has to be a whole number of 0 or more, but is -1"),
         ("log_format: xml", "log_format has to be text or json, but is 'xml'"),
         ("cors_origin: app.example", "cors_origin 'app.example' is no origin"),
