@@ -32,6 +32,7 @@ from jitllm.paging.gate import StepGate
 from jitllm.paging.pager import Applied, Pager, PagerCounters
 from jitllm.placement.devices import HOST, find_device
 from jitllm.placement.plan import RESIDENT, Plan
+from jitllm.placement.profile import profile_hash
 from jitllm.placement.rules import Profile, override
 from jitllm.prospect import Prospect, devices_of, look_ahead
 from jitllm.reports import DeviceReport, MemoryReport, PartReport
@@ -368,6 +369,8 @@ class Engine:
             placement=self._placement(),
             n_asked_blocks=self.plan.n_asked_blocks,
             n_device_blocks=self.plan.n_device_blocks,
+            profile=self.profile.source,
+            profile_hash=profile_hash(self.profile),
         )
 
     def _placement(self) -> tuple[PartReport, ...]:

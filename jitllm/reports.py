@@ -50,6 +50,10 @@ class MemoryReport:
     """Blocks that rules or `-gpu-layers` wanted on devices."""
     n_device_blocks: int = 0
     """Blocks that are there, asked for or not."""
+    profile: str = ""
+    """The placement profile's file, if there is one."""
+    profile_hash: str = ""
+    """Of what it says, flags included; see `placement.profile`."""
 
 
 @dataclass(frozen=True)

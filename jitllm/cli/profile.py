@@ -31,9 +31,10 @@ def profile(
     if action == "show":
         if model is not None:
             raise UsageError(f"profile show takes FILE, but {model!r} follows")
-        from jitllm.placement.profile import to_yaml
+        from jitllm.placement.profile import profile_hash, to_yaml
 
-        print(to_yaml(engine.effective_profile()), end="")
+        effective = engine.effective_profile()
+        print(f"# hash {profile_hash(effective)}\n{to_yaml(effective)}", end="")
         return
     if model is None:
         raise UsageError("profile check needs FILE and MODEL")

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def lines_before(memory: MemoryReport) -> list[str]:
-    """What the budget means, before the first token: `memory`, `pages` and `kernels` lines."""
+    """What the budget means, before the first token: `memory`, `pages` and `kernels` lines, and
+    `profile` where there is one."""
     automatic = " (automatic)" if memory.automatic else ""
     over = f"  ★ OVER BUDGET by {format_size(memory.over_bytes)}" if memory.over_bytes else ""
     return [
@@ -24,6 +25,7 @@ def lines_before(memory: MemoryReport) -> list[str]:
         f" {format_size(memory.block_bytes)} each,"
         f" {count(memory.page_ins_per_token, 'page-in')} per token",
         f"kernels  {memory.kernels}",
+        *([f"profile  {memory.profile}, hash {memory.profile_hash}"] if memory.profile else []),
         *_placement(memory),
     ]
 

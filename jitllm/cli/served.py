@@ -21,10 +21,11 @@ def device_lines(devices: Sequence[Facts]) -> list[str]:
 
 def model_lines(models: Sequence[Facts], files: Sequence[Facts]) -> list[str]:
     """The loaded models, and the files that could be."""
-    rows = [("model", "file", "context", "blocks")]
+    rows = [("model", "file", "context", "profile", "blocks")]
     for model in models:
         blocks = ", ".join(f"{n} on {device}" for device, n in model["blocks"].items())
-        rows.append((model["id"], model["file"], count(model["context_tokens"], "token"), blocks))
+        context, profile = count(model["context_tokens"], "token"), model["profile"]["file"] or "-"
+        rows.append((model["id"], model["file"], context, profile, blocks))
     listing = columns(rows) if models else ["no model is loaded"]
     names = [(file["file"], format_size(file["bytes"])) for file in files]
     return [*listing, "", *columns([("file", "size"), *names])] if files else listing
@@ -58,6 +59,8 @@ def applied_line(applied: Facts) -> str:
 
 def placement_lines(placement: Facts) -> list[str]:
     """Where every part of a model is, neighbours that have everything in common together."""
+    profile = placement["profile"]
+    told = [f"profile  {profile['file']}, hash {profile['hash']}"] if profile["file"] else []
     rows = [("part", "device", "mode", "bytes", "KV", "rule")]
     for parts in _runs(placement["parts"]):
         first, last = parts[0], parts[-1]
@@ -66,7 +69,7 @@ def placement_lines(placement: Facts) -> list[str]:
         n_bytes, kv_bytes = (sum(p[key] for p in parts) for key in ("bytes", "kv_bytes"))
         where = first["device"], first["mode"]
         rows.append((name, *where, format_size(n_bytes), format_size(kv_bytes), first["rule"]))
-    return columns(rows)
+    return [*told, "", *columns(rows)]
 
 
 def _runs(parts: Sequence[Facts]) -> Iterator[list[Facts]]:

@@ -12,6 +12,7 @@ gpu_layers: 10                                     # the last 10 blocks, unless 
 """
 
 import difflib
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -225,6 +226,11 @@ def to_yaml(profile: Profile) -> str:
     }
     kept = {key: value for key, value in content.items() if value not in (None, {}, [])}
     return yaml.safe_dump(kept, sort_keys=False)
+
+
+def profile_hash(profile: Profile) -> str:
+    """Equal where two profiles say the same, whatever they look like in their files."""
+    return hashlib.sha256(to_yaml(profile).encode()).hexdigest()[:16]
 
 
 def _rule_content(rule: Rule) -> dict[str, Any]:

@@ -47,6 +47,11 @@ _LIST = {
     "required": ["object", "data"],
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _OBJECT}},
 }
+_PROFILE = {
+    "type": "object",
+    "required": ["file", "hash"],
+    "properties": {"file": {"type": ["string", "null"]}, "hash": {"type": "string"}},
+}
 _MODEL_FIELDS = {
     "id": {"type": "string"},
     "object": {"const": "model"},
@@ -59,6 +64,7 @@ _MODEL_FIELDS = {
     "process_limit_bytes": {"type": ["integer", "null"]},
     "kernels": {"type": "string"},
     "blocks": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "profile": _PROFILE,
 }
 _MODEL = {
     "type": "object",

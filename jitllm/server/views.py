@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitllm.paging.budget import automatic_budget, memory_limits
 from jitllm.placement.devices import Device, list_devices
 from jitllm.placement.plan import Assignment
+from jitllm.placement.profile import profile_hash
 from jitllm.reports import reply_cost
 
 if TYPE_CHECKING:
@@ -86,7 +88,14 @@ def model_object(model: Model) -> dict[str, Any]:
         "process_limit_bytes": engine.ledger.limit_bytes,
         "kernels": engine.kernels,
         "blocks": blocks_by_device(engine),
+        "profile": profile_object(engine),
     }
+
+
+def profile_object(engine: Engine) -> dict[str, Any]:
+    """The placement profile that a model was opened with, flags included."""
+    file = engine.profile.source
+    return {"file": Path(file).name if file else None, "hash": profile_hash(engine.profile)}
 
 
 def budget_object(model: Model) -> dict[str, Any]:
@@ -116,6 +125,7 @@ def placement_object(model: Model) -> dict[str, Any]:
     plan = model.engine.plan
     return {
         "model": model.id,
+        "profile": profile_object(model.engine),
         "parts": [_part(part) for part in plan.assignments],
         "devices": [
             {

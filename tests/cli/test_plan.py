@@ -1,10 +1,12 @@
 """`jitllm plan` and `jitllm profile`: where a model will be and what it will cost, as text."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from jitllm.placement.profile import load_profile, parse_profile, profile_hash
 from tests.tiny_models import write_tiny
 
 
@@ -60,6 +62,9 @@ def test_profile_show_prints_yaml_in_which_flags_win(cli, profile):
     assert "- blocks: 0-1\n" in out
     assert "relocate: true\n" in out
     assert out.endswith("gpu_layers: 2\n")
+    hashed = re.match("# hash ([0-9a-f]{16})\n", out)[1]
+    assert hashed == profile_hash(parse_profile(out))
+    assert hashed != profile_hash(load_profile(profile))
 
 
 def test_profile_check_prints_the_plan(cli, model, profile):

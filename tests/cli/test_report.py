@@ -32,6 +32,11 @@ def test_a_budget_that_holds_the_model_has_no_star_and_an_automatic_one_says_so(
     )
 
 
+def test_a_profile_is_named_with_its_hash():
+    memory = replace(FakeEngine().memory_report(), profile="mine.yaml", profile_hash="0123")
+    assert lines_before(memory)[3] == "profile  mine.yaml, hash 0123"
+
+
 def test_a_reply_is_followed_by_pages_bytes_rates_and_the_peak():
     assert lines_after(finished_report()) == [
         "pages    2 frames, 12 page-ins, 2 evictions, 40.0 KiB read in 7 requests,"

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from jitllm.errors import UsageError
 from jitllm.placement.devices import DeviceRequest
-from jitllm.placement.profile import load_profile, parse_profile, to_yaml
-from jitllm.placement.rules import Profile, Rule, parse_placement
+from jitllm.placement.profile import load_profile, parse_profile, profile_hash, to_yaml
+from jitllm.placement.rules import Profile, Rule, override, parse_placement
 
 _WHOLE = """\
 # Everything at once.
@@ -204,3 +204,10 @@ def test_the_effective_profile_reads_back_as_itself(profile):
 def test_the_whole_profile_reads_back_as_itself():
     profile = parse_profile(_WHOLE)
     assert parse_profile(to_yaml(profile)) == profile
+
+
+def test_profiles_that_say_the_same_have_the_same_hash():
+    said = parse_profile("rules: [{blocks: 0-1, place: cpu:1}]\ngpu_layers: 2", "one.yaml")
+    again = parse_profile("# a note\ngpu_layers: 2\nrules:\n- {place: cpu:1, blocks: '0-1'}", "two")
+    assert profile_hash(said) == profile_hash(again)
+    assert profile_hash(said) != profile_hash(override(said, gpu_layers=3))

@@ -1,5 +1,7 @@
 """The control plane on the fake engine: models, budgets, places, and what is said of them."""
 
+from jitllm.placement.profile import profile_hash
+from jitllm.placement.rules import Profile
 from tests.server.asking import error_of
 from tests.server.fake_engine import FakeEngine
 
@@ -18,6 +20,12 @@ def test_models_are_loaded_and_put_away_while_the_server_runs(served):
 
 def test_a_model_is_described_as_the_document_says(served):
     model = served.client.get("/jitllm/models/fake").get_json()
+    assert model["profile"] == {"file": None, "hash": profile_hash(Profile())}
+    served.engine.profile = Profile(source="/private/mine.yaml", strict=True)
+    model = served.client.get("/jitllm/models/fake").get_json()
+    assert model["profile"] == {"file": "mine.yaml", "hash": profile_hash(served.engine.profile)}
+    placement = served.client.get("/jitllm/models/fake/placement").get_json()
+    assert placement["profile"] == model["profile"]
     assert (model["kv"], model["threads"], model["process_limit_bytes"]) == ("f16", 2, None)
     assert served.client.get("/v1/models/fake").get_json() == model
     operation = served.client.get("/openapi.json").get_json()["paths"]["/jitllm/models/{id}"]["get"]
