@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,7 +22,7 @@ import numpy as np
 from jitllm.catalog import resolve
 from jitllm.compiled import keep_compiled_steps
 from jitllm.errors import JitllmError, UsageError
-from jitllm.executor import Executor, Feed, widths
+from jitllm.executor import CHUNK_ROWS, Executor, Feed, widths
 from jitllm.kernels.ops import set_threads
 from jitllm.model.kvcache import DTYPES, KVCaches, empty_cache
 from jitllm.model.weights import vectors
@@ -282,15 +283,23 @@ class Engine:
             session.tokens.append(token)
         return logits
 
-    def warm_up(self, session: Session, n_rows: int) -> None:
-        """Build the steps of a prompt and of 1 to `n_rows` rows under the present budget and
-        placement, which else the first to need one would wait for; `session` is empty after it."""
-        session.truncate(0)
-        session.prefill([0, 0])
-        session.truncate(0)
-        feed = session.feed([0])
-        for width in widths(n_rows):
-            self._executor.decode([feed] * width)
+    def warm_ups(self, n_rows: int) -> list[Callable[[Session], object]]:
+        """Passes over an empty session, each of which builds a step: after all of them no prompt
+        and no decoding of 1 to `n_rows` rows waits for one, under this budget and placement."""
+
+        def prompt(session: Session, n_tokens: int) -> None:
+            session.prefill([0] * n_tokens)
+            session.truncate(0)
+
+        def rows(session: Session, width: int) -> None:
+            self._executor.decode([session.feed([0])] * width)
+
+        prompts = [n + 1 for n in CHUNK_ROWS[:-1] if n < self.max_seq]
+        return [
+            partial(rows, width=1),  # brings the pages that stay; only then blocks run together
+            *(partial(rows, width=width) for width in widths(n_rows)),
+            *(partial(prompt, n_tokens=n) for n in prompts),
+        ]
 
     # Placement
 

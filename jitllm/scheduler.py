@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,14 +155,17 @@ class Scheduler:
     def _is_idle(self) -> bool:
         return not (self._waiting or self._n_active)
 
+    def _is_resting(self) -> bool:
+        return self._is_idle() and not (self._closing or self._tasks)
+
     def _retry_after_s(self) -> int:
         """When a row may be free for one more request, at the pace of the last ones."""
         turns = (len(self._waiting) + 1) / self._n_rows
         return int(min(60, max(1, turns * self._seconds_per_row)))
 
     def _run(self) -> None:
-        self._warm_up()
-        while self._wait():
+        warming = self._warm_up()
+        while self._wait(warming):
             try:
                 self._run_tasks()
                 self._drop_gone()
@@ -177,17 +180,23 @@ class Scheduler:
         for session in self._free:
             session.close()
 
-    def _warm_up(self) -> None:
-        """Steps are built before a reply is under way that would have to wait for them."""
-        with suppress(JitllmError):  # without memory for a cache the first request will say so
-            self._free.append(self._engine.session())
-            self._engine.warm_up(self._free[0], self._n_rows)
-
-    def _wait(self) -> bool:
+    def _wait(self, warming: Iterator[None]) -> bool:
         """Until there is something to do; False: nothing ever again."""
+        while self._is_resting() and next(warming, self) is None:
+            pass
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._tasks or not self._is_idle())
+            self._changed.wait_for(lambda: not self._is_resting())
             return not self._closing
+
+    def _warm_up(self) -> Iterator[None]:
+        """Build, one by one while nobody waits, the steps that replies under way would wait for."""
+        with suppress(JitllmError):  # without memory for a cache the first request will say so
+            for build in self._engine.warm_ups(self._n_rows):
+                session = self._free.pop() if self._free else self._engine.session()
+                self._free.append(session)
+                session.truncate(0)
+                build(session)
+                yield
 
     def _run_tasks(self) -> None:
         while self._tasks:

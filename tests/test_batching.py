@@ -147,12 +147,13 @@ def test_after_a_warm_up_no_row_waits_for_a_step_to_be_built(tmp_path: Path):
     for budget in ("64M", "400K"):
         with Engine.open(path, devices="cpu", maxmem=budget) as engine:
             sessions = [engine.session() for _ in range(6)]
-            engine.warm_up(sessions[0], 6)
-            assert not sessions[0].tokens
+            for build in engine.warm_ups(6):
+                build(sessions[0])
+                assert not sessions[0].tokens
             n_compiled = engine.stats().steps_compiled
             assert n_compiled > 3
             for i, session in enumerate(sessions):
-                session.prefill(prompt(i, 600 * (i == 0) + 10))
+                session.prefill(prompt(i, (600, 3, 16, 17, 40, 200)[i]))
                 engine.decode(sessions[: i + 1], range(3, 4 + i))
             assert engine.stats().steps_compiled == n_compiled
 

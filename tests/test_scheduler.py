@@ -107,6 +107,30 @@ def test_no_decode_waits_for_more_than_one_chunk_of_prompts(make):
     assert engine.n_appended == 3 + 2  # nobody needs the logits of the other chunks
 
 
+def test_steps_are_built_while_nobody_waits_and_not_while_somebody_does(make):
+    engine = FakeEngine()
+    engine.go_on.clear()  # the first pass of a reply takes as long as it takes
+    building, built = threading.Event(), threading.Event()
+
+    def first(session) -> None:
+        building.set()
+        built.wait(20)
+
+    warm = engine.warm_ups(4)
+    engine.warm_ups = lambda n_rows: [first, *warm]
+    scheduler = make(engine)
+    assert building.wait(20)
+    talk = row("abc", 3)
+    scheduler.submit([talk])
+    built.set()
+    time.sleep(0.05)
+    assert engine.warmed == []
+    engine.go_on.set()
+    talk.sink.ended.wait(20)
+    wait_until(lambda: len(engine.warmed) == len(warm))
+    assert {n_rows for _, n_rows in engine.warmed} == {4}
+
+
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(make):
     engine = FakeEngine(max_seq=8192, step_s=0.002)
     scheduler = make(engine)

@@ -111,6 +111,7 @@ class FakeEngine:
         self.budget_bytes = 400 * KIB
         self.n_sessions = self.n_computed = self.n_appended = 0
         self.passes: list[list[list[int]]] = []
+        self.warmed: list[tuple[FakeSession, int]] = []
         self.go_on = threading.Event()
         self.go_on.set()
         self.broken_token: int | None = None
@@ -124,8 +125,8 @@ class FakeEngine:
         self.n_sessions += 1
         return FakeSession(self)
 
-    def warm_up(self, session: FakeSession, n_rows: int) -> None:
-        self.warm_rows = n_rows
+    def warm_ups(self, n_rows: int) -> list:
+        return [lambda session: self.warmed.append((session, n_rows))] * 3
 
     def decode(self, sessions: Sequence[FakeSession], ids: Sequence[int]) -> np.ndarray:
         self.pass_over(sessions, [[i] for i in ids])
