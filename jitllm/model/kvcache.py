@@ -8,6 +8,7 @@ be 2 x blocks x rows arrays, whose handling costs 0.6 ms a step for eight rows o
 mix of capacities would be a step of its own to compile.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,10 +97,40 @@ SNAPSHOT_TOKENS = 128
 """Snapshots hold whole runs of so many positions: one compiled copy serves every length."""
 
 
+def _memory(x: jax.Array) -> np.ndarray | None:
+    """The bytes of `x` themselves, where the host has them. They may be written while no step runs
+    and are gone with `x`; numpy's own view would be a reference, for which a donation copies."""
+    if next(iter(x.devices())).platform != "cpu":
+        return None
+    address = jax.block_until_ready(x).unsafe_buffer_pointer()
+    buffer = (ctypes.c_uint8 * x.nbytes).from_address(address)
+    return np.frombuffer(buffer, x.dtype).reshape(x.shape)
+
+
 def copy_out(kv: KVCache, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """The first positions of a cache, at least `n_tokens`, on the host."""
     n = min(-(-n_tokens // SNAPSHOT_TOKENS) * SNAPSHOT_TOKENS, kv[1].shape[1])
-    return np.array(kv[0][:, : n // TILE]), np.array(kv[1][:, :n])
+    k, v = ((x if (m := _memory(x)) is None else m) for x in kv)
+    return np.array(k[:, : n // TILE]), np.array(v[:, :n])
+
+
+def copy_in(kv: KVCache, k: np.ndarray, v: np.ndarray) -> KVCache:
+    """The cache with its first positions replaced by what `copy_out` gave; kv is used up."""
+    memory = [_memory(x) for x in kv]
+    if memory[0] is None:
+        return _copy_in(kv, k, v)
+    for target, source in zip(memory, (k, v), strict=True):
+        target[:, : source.shape[1]] = source
+    return kv
+
+
+@partial(jax.jit, donate_argnums=0)
+def _copy_in(kv: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
+    zero = (0, 0, 0)
+    return (
+        jax.lax.dynamic_update_slice(kv[0], k, (*zero, 0)),
+        jax.lax.dynamic_update_slice(kv[1], v, zero),
+    )
 
 
 def resized(kv: KVCache, max_seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,14 +142,4 @@ def resized(kv: KVCache, max_seq: int) -> tuple[np.ndarray, np.ndarray]:
     return (
         np.pad(k, ((0, 0), (0, more // TILE), (0, 0), (0, 0))),
         np.pad(v, ((0, 0), (0, more), (0, 0))),
-    )
-
-
-@partial(jax.jit, donate_argnums=0)
-def copy_in(kv: KVCache, k: jax.Array, v: jax.Array) -> KVCache:
-    """The cache with its first positions replaced by what `copy_out` gave; kv is donated."""
-    zero = (0, 0, 0)
-    return (
-        jax.lax.dynamic_update_slice(kv[0], k, (*zero, 0)),
-        jax.lax.dynamic_update_slice(kv[1], v, zero),
     )
