@@ -46,6 +46,20 @@ class ServeFlags(Settings):
     """Origin whose pages may send requests, as https://app.example; may be given several times."""
 
 
+_SAME = """
+    devices gpu_layers id kv max_seq maxmem min_p model placement presence_penalty process_limit
+    frequency_penalty seed stop to top_k top_p
+"""
+_TYPED = {name: name for name in _SAME.split()} | {
+    "file": "load",
+    "jitllm_session": "session",
+    "max_tokens": "n",
+    "repetition_penalty": "repeat_penalty",
+    "temperature": "temp",
+}
+"""Fields of requests, and the flags that they come from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClientFlags:
     """Which server to ask, and how to show what it says."""
@@ -62,7 +76,7 @@ class ClientFlags:
         from jitllm.server.client import Client
 
         found = (os.environ.get(f"JITLLMD_{kind}_KEY") for kind in ("ADMIN", "API"))
-        return Client(self.addr, self.api_key or next(filter(None, found), None))
+        return Client(self.addr, self.api_key or next(filter(None, found), None), _TYPED)
 
     def show(self, content: dict[str, Any], lines: Sequence[str]) -> None:
         """`content` as JSON, or `lines` for a person."""
@@ -314,7 +328,10 @@ def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if match is None:
         raise UsageError(f"-move {text!r} is not FIRST:LAST; write e.g. 0:3")
-    return int(match[1]), int(match[2] or match[1])
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise UsageError(f"-move {text!r} ends before it begins; write {last}:{first}")
+    return first, last
 
 
 def _quoted(text: str) -> str:

@@ -49,11 +49,11 @@ def budget_lines(pager: Facts) -> list[str]:
 
 def applied_line(applied: Facts) -> str:
     """What a change of the budget did."""
+    stay = f"{applied['n_pinned']} of {count(applied['n_pages'], 'page')} stay"
+    rest = f", the others pass through {count(applied['n_moving'], 'frame')}"
     return (
         f"applied  budget {format_size(applied['budget_bytes'])},"
-        f" {count(applied['evicted'], 'page')} evicted, {applied['n_pinned']} of"
-        f" {count(applied['n_pages'], 'page')} stay, the others pass through"
-        f" {count(applied['n_moving'], 'frame')}"
+        f" {count(applied['evicted'], 'page')} evicted, {stay}{rest if applied['n_moving'] else ''}"
     )
 
 
@@ -136,7 +136,7 @@ def _model_figures(model: Facts) -> Iterator[str]:
     for line in model["ledger"]["lines"]:
         if line["peak_bytes"]:
             yield (
-                f"ledger   {line['name']} {format_size(line['used_bytes'])}"
+                f"ledger   {line['name'].replace('_', ' ')} {format_size(line['used_bytes'])}"
                 f" (peak {format_size(line['peak_bytes'])})"
             )
 

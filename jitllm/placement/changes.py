@@ -20,6 +20,8 @@ def move(plan: Plan, first: int, last: int, to: str) -> Plan:
     open, BudgetError with the missing bytes where they do not fit.
     """
     n_blocks = len(plan.blocks)
+    if last < first:
+        raise UsageError(f"blocks {first}-{last} end before they begin; write {last}-{first}")
     if not 0 <= first <= last < n_blocks:
         raise UsageError(f"blocks {first}-{last} are not there; the model has 0-{n_blocks - 1}")
     if to not in plan.tally.uses:

@@ -150,12 +150,18 @@ def _finish(response: Response) -> Response:
 def _failed(error: Exception) -> Response:
     """Any error as OpenAI's error object."""
     if isinstance(error, HTTPException):
-        told = of_http(error.code or 500, error.description or error.name)
+        told = of_http(error.code or 500, _in_words(error))
         return reply(told.body(), told.status, _allowed(error))
     if not isinstance(error, JitllmError):
         log.exception("a request failed", exc_info=error)
     told = as_api_error(error)
     return reply(told.body(), told.status, _headers(told))
+
+
+def _in_words(error: HTTPException) -> str:
+    path = repr(request.path[:80])
+    known = {404: f"there is nothing at {path}", 405: f"{request.method} is not for {path}"}
+    return known.get(error.code or 500) or error.description or error.name
 
 
 def _headers(error: ApiError) -> dict[str, str]:

@@ -2,23 +2,24 @@
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jitllm.errors import JitllmError
+from jitllm.errors import JitllmError, SettingError
 from jitllm.server.settings import split_addr
 
 _TIMEOUT_S = 600
 _CONNECT_S = 10
+_NONE: Mapping[str, str] = {}
 
 
 class Client:
     """The server at `addr`. JitllmError in the server's words where it refuses, or where there is
-    none."""
+    none; SettingError for a field of a request that `settings` has another name for."""
 
-    def __init__(self, addr: str, key: str | None = None):
-        self.addr, self._key = addr, key
+    def __init__(self, addr: str, key: str | None = None, settings: Mapping[str, str] = _NONE):
+        self.addr, self._key, self._settings = addr, key, settings
         self._host, self._port = split_addr(addr)
 
     def get(self, path: str) -> dict[str, Any]:
@@ -45,7 +46,7 @@ class Client:
                 if data == b"[DONE]":
                     return
                 if data and data != line.strip():
-                    yield _checked(json.loads(data))
+                    yield self._checked(json.loads(data))
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         with self._sent(method, path, body) as response:
@@ -68,7 +69,7 @@ class Client:
             connection.request(method, path, *self._content(body))
             response = connection.getresponse()
             if response.status >= 400:
-                raise _refusal(response)
+                raise self._refusal(response)
             yield response
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise JitllmError(f"the server at {self.addr} broke off: {error!r}") from error
@@ -81,15 +82,20 @@ class Client:
             headers["Authorization"] = f"Bearer {self._key}"
         return None if body is None else json.dumps(body).encode(), headers
 
+    def _checked(self, content: dict[str, Any]) -> dict[str, Any]:
+        if "error" in content:
+            raise self._in_words(content["error"])
+        return content
 
-def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    if "error" in content:
-        raise JitllmError(content["error"]["message"])
-    return content
+    def _refusal(self, response: http.client.HTTPResponse) -> JitllmError:
+        try:
+            return self._in_words(json.loads(response.read())["error"])
+        except (ValueError, KeyError, TypeError):
+            return JitllmError(f"the server answered {response.status} {response.reason}")
 
-
-def _refusal(response: http.client.HTTPResponse) -> JitllmError:
-    try:
-        return JitllmError(json.loads(response.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return JitllmError(f"the server answered {response.status} {response.reason}")
+    def _in_words(self, error: dict[str, Any]) -> JitllmError:
+        message, param = error["message"], error.get("param") or ""
+        name = self._settings.get(param.partition("[")[0])
+        if name is None or not message.startswith(param):
+            return JitllmError(message)
+        return SettingError(name, name + message.removeprefix(param))

@@ -14,7 +14,7 @@ from jitllm.server.app import Server, json_body, reply, server
 from jitllm.server.bodies import BUDGET, LOAD, MOVE, NOTHING, PLACEMENT, SESSION, read
 from jitllm.server.errors import ApiError, bad_value
 from jitllm.server.models import Model
-from jitllm.server.placing import moves_for
+from jitllm.server.placing import follow
 from jitllm.server.sessions import OpenSession
 from jitllm.server.shapes import event
 from jitllm.server.views import (
@@ -226,7 +226,11 @@ def _session(id: str) -> tuple[Model, OpenSession]:
     for model in server().models.list():
         if (found := model.sessions.find(id)) is not None:
             return model, found
-    raise ApiError(404, f"there is no session {id[:80]!r}", code="session_not_found")
+    raise ApiError(
+        404,
+        f"there is no session {id[:80]!r}; it was closed, or its model was put away",
+        code="session_not_found",
+    )
 
 
 def _move(model: Model) -> Response:
@@ -239,9 +243,5 @@ def _move(model: Model) -> Response:
 def _replace(model: Model) -> Response:
     text = read(json_body(), PLACEMENT, required=("placement",))["placement"]
 
-    def change() -> None:
-        for first, last, to in moves_for(model.engine.plan, text):
-            model.engine.move(first, last, to)
-
-    model.scheduler.call(change)
+    model.scheduler.call(lambda: follow(model.engine, text))
     return reply(placement_object(model))

@@ -11,6 +11,7 @@ from jitllm.errors import (
     ChatTemplateError,
     DeviceError,
     JitllmError,
+    SettingError,
     UnsupportedError,
     UsageError,
 )
@@ -79,9 +80,10 @@ def as_api_error(error: Exception) -> ApiError:
     """Any failure as what the client is told; what nobody put into words is a bare 500."""
     if isinstance(error, ApiError):
         return error
+    param = error.name if isinstance(error, SettingError) else None
     for kind, status, code in _STATUS_OF:
         if isinstance(error, kind):
-            return ApiError(status, str(error), code=code)
+            return ApiError(status, str(error), code=code, param=param)
     if isinstance(error, JitllmError):
         return ApiError(500, str(error), code="failed")
     return ApiError(500, "the server failed in a way that it has no words for; see its log")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jitllm.errors import FormatError
 from jitllm.scheduler import Scheduler
 from jitllm.server.errors import ApiError
 from jitllm.server.sessions import Sessions
@@ -22,6 +23,8 @@ OpenEngine = Callable[[Path, ModelOptions], "Engine"]
 FILE_ENDINGS = (".jlm", ".gguf")
 DRAIN_S = 10.0
 """How long replies under way may go on when their model is put away."""
+_N_NAMED = 10
+"""Of the files in the folder, in an error."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -104,6 +107,14 @@ class Models:
             param="model",
         )
 
+    def asked_for(self, name: str | None, session: str | None) -> Model:
+        """The model of a request, which may name it or leave that to its session."""
+        if name is None and session is not None:
+            for model in self.list():
+                if model.sessions.find(session) is not None:
+                    return model
+        return self.get(name)
+
     def files(self) -> list[tuple[str, int]]:
         """(name, bytes) of what could be loaded: containers and GGUFs inside the folder."""
         found = []
@@ -118,7 +129,10 @@ class Models:
         path = self._inside(file)
         if path is None:
             raise ApiError(
-                404, f"there is no model file {file[:80]!r}", code="file_not_found", param="file"
+                404,
+                f"there is no model file {file[:80]!r}; there are: {self._names()}",
+                code="file_not_found",
+                param="file",
             )
         id = id or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).stem).strip("-._") or "model"
         if not _ID.fullmatch(id):
@@ -134,6 +148,8 @@ class Models:
             with self._lock:
                 self._loaded[id] = model
             return model
+        except FormatError as error:
+            raise ApiError(400, str(error), code="invalid_file", param="file") from error
         finally:
             with self._lock:
                 self._busy.discard(id)
@@ -159,11 +175,19 @@ class Models:
                 del self._loaded[model.id]
             model.close(drain_s=0)
 
+    def _names(self) -> str:
+        names = [name for name, _ in self.files()]
+        more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
+        return ", ".join(names[:_N_NAMED]) + more or "none"
+
     def _reserve(self, id: str) -> None:
         with self._lock:
             if id in self._loaded or id in self._busy:
                 raise ApiError(
-                    409, f"a model is called {id!r} already", code="model_exists", param="id"
+                    409,
+                    f"a model is called {id!r} already; give this one another id",
+                    code="model_exists",
+                    param="id",
                 )
             self._busy.add(id)
 

@@ -73,7 +73,8 @@ def _begin(read: Read, shape_class: type[Shape], prefix: str) -> Response:
     metrics = server().metrics
     with _counting_refusals(metrics):
         asked = read(json_body())
-        job = Job(server().models.get(asked.model), asked, gone(), metrics)
+        model = server().models.asked_for(asked.model, asked.session)
+        job = Job(model, asked, gone(), metrics)
     shape = shape_class(
         f"{prefix}-{secrets.token_hex(12)}",
         int(time.time()),

@@ -111,6 +111,43 @@ def test_a_placement_map_is_followed_while_the_server_runs(served, verb):
     verb("place", "-model", "tiny", "-placement", "*=host")
 
 
+def test_of_a_placement_map_that_cannot_be_followed_nothing_is(served, verb):
+    verb("place", "-model", "tiny", "-placement", "3=cpu:1,*=host")
+    code, _, err = verb("place", "-model", "tiny", "-placement", "0=cpu:1,3=host,1=cuda:7")
+    assert code == 1 and err.startswith("jitllmd: cuda:7 is not among the devices that are open")
+    assert blocks_of(served.complete("a", max_tokens=1)) == {"cpu:1": 1, "host": 3}
+    placement = served.client.get("/jitllm/models/tiny/placement")["parts"]
+    assert [part["device"] for part in placement[:4]] == ["host"] * 3 + ["cpu:1"]
+    verb("place", "-model", "tiny", "-placement", "*=host")
+
+
+def test_what_a_server_refuses_is_said_in_the_words_that_were_typed(verb):
+    load = "models", "-load", "tiny.jlm", "-id", "two"
+    for argv, sentence in (
+        (("run", "-temp", "3", "a"), "-temp has to be a number from 0 to 2, but is 3.0"),
+        (("run", "-stop", "", "a"), "-stop has to be of 1 to 256 characters, but is of 0"),
+        ((*load, "-max-seq", "9999"), "-max-seq is 9999; this model's context is 1 to 1024 tokens"),
+        (
+            (*load, "-gpu-layers", "-1"),
+            "-gpu-layers has to be a whole number from 0 to 2147483647, but is -1",
+        ),
+        (
+            ("place", "-model", "tiny", "-move", "3:1", "-to", "host"),
+            "-move '3:1' ends before it begins; write 1:3",
+        ),
+    ):
+        assert verb(*argv) == (2, "", f"jitllmd: {sentence}\n")
+
+
+def test_a_session_says_by_itself_which_model_is_meant(served, verb):
+    verb("models", "-load", "tiny.jlm", "-id", "two", "-maxmem", SMALL)
+    id = verb("sessions", "-new", "-model", "two")[1].strip()
+    assert served.complete("Once", max_tokens=1, jitllm_session=id)["model"] == "two"
+    sentence = "-model is missing; loaded are: tiny, two"
+    assert verb("run", "Once") == (2, "", f"jitllmd: {sentence}\n")
+    verb("models", "-unload", "two")
+
+
 def test_run_streams_to_stdout_and_says_the_cost_on_stderr(served, verb):
     code, out, err = verb("run", "-n", "6", "-temp", "0", "Once upon a time")
     assert code == 0

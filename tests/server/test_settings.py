@@ -108,6 +108,13 @@ def test_a_map_moves_what_is_elsewhere_and_what_comes_home_first(text, moves):
     assert moves_for(START, text) == moves
 
 
+def test_a_map_for_blocks_that_are_not_there_is_refused_as_it_is_at_a_load():
+    with pytest.raises(
+        UsageError, match=r"placement: 4-6=host names block 6; the model has .* 0-5"
+    ):
+        moves_for(START, "0=cpu:1,4-6=host")
+
+
 @pytest.mark.parametrize("text", ["head=cpu:1", "0=cpu:1!", "0=cpu:1~"])
 def test_what_takes_another_load_is_refused(text):
     with pytest.raises(ApiError, match="cannot be done while the model runs; load it again"):
