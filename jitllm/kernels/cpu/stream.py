@@ -26,7 +26,7 @@ from jitllm.kernels.cpu.compile import Tier
 from jitllm.kernels.cpu.dot import bias, dot, zeros
 from jitllm.kernels.cpu.formats import FLOATS, FORMATS, STEP, Format, Planes, plane_addresses
 from jitllm.kernels.cpu.ir import Function, Module, Value, Var, f32, i64, ptr, void
-from jitllm.kernels.cpu.steps import FEW_TOKENS, STEP_BYTES, SUMS, Activations, add_step, prefetch
+from jitllm.kernels.cpu.steps import STEP_BYTES, SUMS, Activations, add_step, prefetch
 from jitllm.kernels.layout import TILE_ROWS
 from jitllm.kernels.qtypes import QTYPES
 
@@ -127,24 +127,20 @@ def _write_one_float(m: Module, t: Tier, qtype: str) -> None:
 def write_few(m: Module, t: Tier, qtype: str) -> None:
     """Write `few` for a weight type: each step of a tile is decoded once, and meets all tokens.
 
-    `x_bytes` lie between one token's activations and the next's.
+    `x_bytes` lie between one token's activations and the next's. Unlike `one`, which waits for
+    memory, it computes no tile twice.
     """
     with m.function("few", void, [*_ARGS, i64, i64], export=True) as f:
         x, tiles, k, tile_bytes, n_tiles, out, x_bytes, n_tokens = f.args
-        room = f.stack(SUMS, FEW_TOKENS * _TILES, align=64)
-        tokens = _Tokens(f, x, x_bytes, n_tokens, room)
-        with f.loop(0, n_tiles, _TILES) as first:
-            index = _indices(f, first, n_tiles)
-            tile = [tiles + i * tile_bytes for i in index]
-            with f.loop(0, n_tokens * (64 * _TILES), 64) as at:
-                f.store(f.value(0.0, SUMS), room, at, 64)
-            if qtype in FLOATS:
-                _few_floats(t, qtype, tokens, tile, k)
-            else:
-                _few_groups(t, FORMATS[qtype], tokens, tile, k, tile_bytes)
-            with f.loop(0, n_tokens) as token:
-                for j, i in enumerate(index):
-                    f.store(tokens.sum(j, token).get(), out, (token * n_tiles + i) * 64)
+        n_whole = n_tiles - n_tiles % _TILES
+        for count, start, stop in ((_TILES, 0, n_whole), (1, n_whole, n_tiles)):
+            with f.loop(start, stop, count) as first:
+                tile = [tiles + (first + i) * tile_bytes for i in range(count)]
+                tokens = _Tokens(f, x, x_bytes, n_tokens, out + first * 64, n_tiles * 64)
+                if qtype in FLOATS:
+                    _few_floats(t, qtype, tokens, tile, k)
+                else:
+                    _few_groups(t, FORMATS[qtype], tokens, tile, k, tile_bytes)
 
 
 @dataclass(frozen=True)
@@ -155,10 +151,11 @@ class _Tokens:
     x: Value
     x_bytes: Value
     n_tokens: Value
-    room: Value
+    out: Value
+    out_bytes: Value
 
     def sum(self, tile: int, token: Value) -> _Sum:
-        return _Sum(self.f, self.room + (token * _TILES + tile) * 64)
+        return _Sum(self.f, self.out + (token * self.out_bytes + 64 * tile))
 
     def each(self, tile: int, add: Callable[[Value, _Sum], None]) -> None:
         """add(activations of a token, its sum with a tile) for every token."""
@@ -186,6 +183,8 @@ def _few_groups(
     f, n_groups = tokens.f, k // (STEP * fmt.steps)
     group_bytes = TILE_ROWS * QTYPES[fmt.qtype].block_bytes
     planes = [plane_addresses(fmt.qtype, address, n_groups) for address in tile]
+    for i in range(len(tile)):
+        tokens.each(i, lambda x, acc: acc.set(f.value(0.0, SUMS)))
     with f.loop(0, n_groups) as group:
         ahead = [at + (tile_bytes * _TILES + group * group_bytes) for at in tile]
         scales = [fmt.scales(f, t, p, group) for p in planes]
@@ -205,15 +204,17 @@ def _few_groups(
 
 
 def _few_floats(t: Tier, qtype: str, tokens: _Tokens, tile: list[Value], k: Value) -> None:
-    """Columns in the inner loop: a sum stays in a register for the whole of a row."""
+    """Four tokens at a time, the last ones more than once: their sums stay in registers."""
     f = tokens.f
-    for i, w in enumerate(tile):
-
-        def add(x: Value, acc: _Sum, w=w) -> None:
-            total = f.var(acc.get())
-            with f.loop(0, k) as column:
-                value = f.load(x, f32, column * 4, 4).splat()
-                total.set(f.fma(FLOATS[qtype](f, t, w, column), value, total.get()))
-            acc.set(total.get())
-
-        tokens.each(i, add)
+    with f.loop(0, tokens.n_tokens, 4) as first:
+        index = [f.minimum(first + i, tokens.n_tokens - 1) for i in range(4)]
+        acc = [[f.var(f.value(0.0, SUMS)) for _ in tile] for _ in index]
+        with f.loop(0, k) as column:
+            columns = [FLOATS[qtype](f, t, w, column) for w in tile]
+            for token, row in zip(index, acc, strict=True):
+                value = f.load(tokens.x + token * tokens.x_bytes, f32, column * 4, 4).splat()
+                for a, w in zip(row, columns, strict=True):
+                    a.set(f.fma(w, value, a.get()))
+        for token, row in zip(index, acc, strict=True):
+            for j, a in enumerate(row):
+                tokens.sum(j, token).set(a.get())
