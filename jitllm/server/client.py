@@ -11,6 +11,7 @@ from jitllm.server.settings import split_addr
 
 _TIMEOUT_S = 600
 _CONNECT_S = 10
+_KEYS = {"invalid_api_key": "JITLLMD_API_KEY", "invalid_admin_key": "JITLLMD_ADMIN_KEY"}
 _NONE: Mapping[str, str] = {}
 
 
@@ -71,8 +72,11 @@ class Client:
             if response.status >= 400:
                 raise self._refusal(response)
             yield response
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise JitllmError(f"the server at {self.addr} broke off: {error!r}") from error
+        except (OSError, http.client.RemoteDisconnected) as error:
+            why = getattr(error, "strerror", None) or error
+            raise JitllmError(f"the server at {self.addr} broke off: {why}") from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise JitllmError(f"what answers at {self.addr} is no jitllmd") from error
         finally:
             connection.close()
 
@@ -91,10 +95,16 @@ class Client:
         try:
             return self._in_words(json.loads(response.read())["error"])
         except (ValueError, KeyError, TypeError):
-            return JitllmError(f"the server answered {response.status} {response.reason}")
+            return JitllmError(
+                f"what answers at {self.addr} is no jitllmd: it says {response.status} "
+                f"{response.reason}"
+            )
 
     def _in_words(self, error: dict[str, Any]) -> JitllmError:
         message, param = error["message"], error.get("param") or ""
+        if (variable := _KEYS.get(error.get("code"))) is not None:
+            wrong, _, _ = message.partition("; ")
+            return JitllmError(f"{wrong}; give it with --api-key, or in {variable}")
         name = self._settings.get(param.partition("[")[0])
         if name is None or not message.startswith(param):
             return JitllmError(message)

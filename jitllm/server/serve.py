@@ -74,7 +74,9 @@ def listen(app: Any, settings: Settings) -> BaseWSGIServer | MultiSocketServer:
         )
     except (OSError, socket.gaierror) as error:
         why = error.strerror or error
-        raise JitllmError(f"cannot listen at {settings.addr}: {why}") from error
+        raise JitllmError(
+            f"cannot listen at {settings.addr}: {why}; name another with -addr"
+        ) from error
 
 
 def _address(httpd: BaseWSGIServer | MultiSocketServer) -> str:

@@ -174,7 +174,8 @@ def residency_object(model: Model) -> dict[str, Any]:
 def devices_object(models: Iterable[Model]) -> list[dict[str, Any]]:
     """The memory that can be spent: the host's, and that of every device which has its own.
 
-    Free and total are read now. Budgets and use are those of the loaded models together.
+    Free and total are read now. Budgets and use are those of the loaded models together; the host's
+    are for weights, those of other devices for all that is there.
     """
     engines = [model.engine for model in models]
     rows = [_device(device, engines) for device in list_devices() if _has_memory(device)]
@@ -194,7 +195,11 @@ def _has_memory(device: Device) -> bool:
 def _device(device: Device, engines: Sequence[Engine]) -> dict[str, Any]:
     uses = [use for e in engines for use in e.plan.uses if use.device == device.id]
     reports = [r for e in engines for r in e.device_reports(e.stats(), e.stats())]
-    had = [r.weights_bytes + r.kv_bytes for r in reports if r.device == device.id]
+    had = [
+        r.weights_bytes + r.kv_bytes * (not device.is_host)
+        for r in reports
+        if r.device == device.id
+    ]
     budgets = [use.budget_bytes for use in uses if use.budget_bytes is not None]
     return {
         "id": device.id,

@@ -57,6 +57,8 @@ def test_devices_shows_the_memory_that_can_be_spent(verb):
     assert lines[0].split() == ["device", "budget", "used", "free", "total", "kind"]
     # cpu:1 has the host's memory, which is there once
     assert [line.split()[0] for line in lines[1:]] == ["host"]
+    host = json.loads(verb("devices", "--json")[1])["data"][0]
+    assert 0 < host["used_bytes"] <= host["budget_bytes"] == 64 << 20
 
 
 def test_place_shows_the_pager_and_changes_its_budget(served, verb):
@@ -137,6 +139,45 @@ def test_what_a_server_refuses_is_said_in_the_words_that_were_typed(verb):
         ),
     ):
         assert verb(*argv) == (2, "", f"jitllmd: {sentence}\n")
+
+
+def test_a_key_that_is_missing_is_asked_for_as_the_verbs_take_it(folder, capsys):
+    keys = ["--api-key", "K", "--admin-key", "A"]
+    with serving(folder, "-load", "tiny.jlm", "-devices", "cpu", *keys) as served:
+        place = ["place", "-addr", served.addr, "-model", "tiny"]
+        assert jitllmd.main(place) == 1
+        assert jitllmd.main([*place, "-maxmem", LARGE, "--api-key", "K"]) == 1
+        assert capsys.readouterr().err.splitlines() == [
+            "jitllmd: the api key is wrong or missing; give it with --api-key, or in "
+            "JITLLMD_API_KEY",
+            "jitllmd: this needs the admin key; give it with --api-key, or in JITLLMD_ADMIN_KEY",
+        ]
+        assert jitllmd.main([*place, "-maxmem", LARGE, "--api-key", "A"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"hello\n", "what answers at @ is no jitllmd"),
+        (b"HTTP/1.1 501 Not Here\r\n\r\n", "what answers at @ is no jitllmd: it says 501 Not Here"),
+        (b"", "the server at @ broke off: Remote end closed connection without response"),
+    ],
+)
+def test_what_is_no_server_of_ours_is_said_to_be_none(capsys, answer, words):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        addr = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        assert jitllmd.main(["devices", "-addr", addr]) == 1
+        thread.join()
+    assert capsys.readouterr().err == f"jitllmd: {words.replace('@', addr)}\n"
 
 
 def test_a_session_says_by_itself_which_model_is_meant(served, verb):
