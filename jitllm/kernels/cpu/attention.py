@@ -12,10 +12,10 @@ is no S x T matrix.
 
 A kernel serves one `Shape` on one tier; heads, window, scale and soft cap are read at run time.
 
-Measured on two avx512 cores that read memory at 27 GB/s (`python -m benchmarks.attention`):
+Measured on two avx512 cores that read memory at 27-34 GB/s (`python -m benchmarks.attention`):
 
-    SmolLM2-135M    100 tokens in the cache: 7 us a call, 5 of them the kernel's; 4,000 tokens: 109
-                    us, 28 GB/s of keys and values, so there is nothing left to gain but bytes. All
+    SmolLM2-135M    100 tokens in the cache: 7 us a call, 5 of them the kernel's; 4,000 tokens: 90
+                    us, 34 GB/s of keys and values, so there is nothing left to gain but bytes. All
                     blocks together read 92 MB a token at 4,000 tokens, as much as the weights are.
     512 tokens      158-175 GFLOP/s a core of about 200 that such products reach from registers:
                     78 % of the time is in the two products, 9 % in softmax, 6 % in appending.
@@ -186,6 +186,7 @@ def _fill(frame: ffi.Frame, job: Job) -> None:
     q, k, v, k_cache, v_cache, rope, q_norm, k_norm, span = (frame.arg(i) for i in range(9))
     job.put(q=q.data, k=k.data, v=v.data, rope=rope.data, out=frame.ret(0).data)
     job.put(k_cache=frame.ret(1).data, v_cache=frame.ret(2).data, scratch=frame.ret(3).data)
+    job.put(next_keys=frame.ret(1).data)
     heads, capacity = v_cache.dim(0), v_cache.dim(1)
     pos, rows = (f.load(span.data, i32, 4 * i, align=4).sext(i64) for i in (0, 1))
     rows = f.minimum(f.minimum(rows, q.dim(0)), capacity - pos)

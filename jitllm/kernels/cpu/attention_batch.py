@@ -50,7 +50,9 @@ def _fill(frame: ffi.Frame, tiles: Tiles, job: Job, row: Value) -> None:
     at, kv_at = row * heads * shape.head_bytes, row * kv_heads * shape.head_bytes
     job.put(q=q.data + at, out=frame.ret(0).data + at, k=k.data + kv_at, v=v.data + kv_at)
     job.put(rope=rope.data + row * (4 * shape.rope_dim), capacity=capacity)
-    job.put(k_cache=f.load(entry, ptr, 0, 8), v_cache=f.load(entry, ptr, 8, 8))
+    k_cache = f.load(entry, ptr, 0, 8)
+    after = f.select(row + 1 < q.dim(0), entry + 24, entry)
+    job.put(k_cache=k_cache, v_cache=f.load(entry, ptr, 8, 8), next_keys=f.load(after, ptr, 0, 8))
     position = f.load(positions.data, i32, row * 4, align=4).sext(i64)
     n_tokens = f.select(position < capacity, f.value(1, i64), 0)
     job.put(pos=position, n_tokens=n_tokens, n_kv_heads=kv_heads, n_heads=heads)

@@ -115,7 +115,8 @@ class Blocking:
 class Job:
     """The record the threads of a call share: fields of 8 bytes, by name."""
 
-    _POINTERS = ("q", "k", "v", "rope", "q_norm", "k_norm", "out", "k_cache", "v_cache", "scratch")
+    _POINTERS = ("q", "k", "v", "rope", "q_norm", "k_norm", "out", "k_cache", "v_cache", "scratch",
+                 "next_keys")  # fmt: skip
     _NUMBERS = ("pos", "n_tokens", "capacity", "n_kv_heads", "n_heads", "window", "first_chunk",
                 "n_chunks", "n_blocks", "n_singles")  # fmt: skip
     _FLOATS = ("q_scale", "softcap", "eps")
