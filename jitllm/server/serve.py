@@ -23,6 +23,7 @@ from jitllm.server.settings import Settings
 
 DRAIN_S = 10.0
 """How long replies under way may go on after SIGTERM."""
+_LOOK_S = 0.05
 _SPARE_THREADS = 6
 """For the control plane, and to say no when the queue is full."""
 _IDLE_S = 60
@@ -42,14 +43,14 @@ def serve(settings: Settings, say: Callable[[str], None]) -> None:
         state: Server = app.extensions["jitllm"]
         try:
             httpd = listen(app, settings)
-            stop = _stop_signals()
+            signals = _StopSignals()
             thread = threading.Thread(target=httpd.run, name="jitllmd-http", daemon=True)
             thread.start()
             say(f"listening at http://{_address(httpd)}")
-            stop.wait()
-            stop.clear()
+            while not signals.n_heard:
+                time.sleep(_LOOK_S)
             say("draining: replies under way may finish")
-            _drain(state, httpd, stop)
+            _drain(state, httpd, signals)
         finally:
             state.close()
 
@@ -87,26 +88,31 @@ def _address(httpd: BaseWSGIServer | MultiSocketServer) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _stop_signals() -> threading.Event:
-    """Set by each SIGTERM and SIGINT."""
-    stop = threading.Event()
+class _StopSignals:
+    """Counts each SIGTERM and SIGINT from here on.
 
-    def note(signum: int, frame: FrameType | None) -> None:
-        stop.set()
+    No Event, and the main thread has to look: where another thread takes the signal (after a ctrl-Z
+    it may), nothing wakes one that waits without end.
+    """
 
-    for which in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, note)
-    return stop
+    def __init__(self) -> None:
+        self.n_heard = 0
+        for which in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(which, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.n_heard += 1
 
 
-def _drain(state: Server, httpd: BaseWSGIServer | MultiSocketServer, stop: threading.Event) -> None:
+def _drain(state: Server, httpd: BaseWSGIServer | MultiSocketServer, signals: _StopSignals) -> None:
     """Until replies have ended and have been sent, or time or patience is over."""
     deadline = time.monotonic() + DRAIN_S
     ended = threading.Thread(target=state.drain, args=(DRAIN_S,), daemon=True)
     ended.start()
-    while time.monotonic() < deadline and not stop.wait(0.05):
+    while time.monotonic() < deadline and signals.n_heard < 2:
         if not ended.is_alive() and not _has_unsent(httpd):
             return
+        time.sleep(_LOOK_S)
 
 
 def _has_unsent(httpd: BaseWSGIServer | MultiSocketServer) -> bool:

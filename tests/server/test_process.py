@@ -417,6 +417,14 @@ def test_after_a_second_sigterm_no_reply_goes_on(folder):
         assert served.process.wait(20) == 0
 
 
+def test_a_server_that_was_stopped_for_a_while_hears_a_signal_of_that_time(folder):
+    with serving(folder) as served:
+        served.process.send_signal(signal.SIGSTOP)
+        served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(signal.SIGCONT)
+        assert served.process.wait(20) == 0
+
+
 def test_a_server_that_was_killed_leaves_nothing_in_the_way_of_the_next(folder):
     with (
         serving(folder, "-load", "tiny.jlm", "-devices", "cpu") as first,
