@@ -14,7 +14,9 @@ Huge pages change nothing. In cache a core reads 28-45 GB/s of weights.
 
 For a few tokens each step of a tile is decoded once and meets them all; their sums lie in the
 first-level cache. Eight products of a step and four operations on its scales are all there is, for
-each token; two shorter chains of products measure the same as one.
+each token; two shorter chains of products measure the same as one. Panels of AMX tiles for 4 to 16
+tokens, decoded tile by tile, measured 1.3 times as long a step of SmolLM2 for 4 and for 8 rows, and
+1.1 times as long for 16.
 """
 
 from __future__ import annotations
