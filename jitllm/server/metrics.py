@@ -102,7 +102,7 @@ class _Gauges(Collector):
             )
         }
         devices = GaugeMetricFamily(
-            "jitllm_device_bytes", "Bytes taken on a device", labels=["model", "device"]
+            "jitllm_device_bytes", "Weights and KV on a device", labels=["model", "device"]
         )
         for model in self._models():
             stats, scheduler = model.engine.stats(), model.scheduler.stats
@@ -117,6 +117,6 @@ class _Gauges(Collector):
             }
             for name, family in (counters | gauges).items():
                 family.add_metric([model.id], values[name])
-            for use in model.engine.plan.uses:
-                devices.add_metric([model.id, use.device], use.n_bytes)
+            for each in model.engine.device_reports(stats, stats):
+                devices.add_metric([model.id, each.device], each.weights_bytes + each.kv_bytes)
         yield from (*counters.values(), *gauges.values(), devices)

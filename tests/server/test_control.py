@@ -94,5 +94,6 @@ def test_metrics_are_what_happened(served):
         "jitllm_inter_token_seconds_count 2.0",
         'jitllm_page_ins_total{model="fake"} 9.0',
         'jitllm_budget_bytes{model="fake"} 409600.0',
+        'jitllm_device_bytes{device="host",model="fake"} 311296.0',
     ):
         assert line in lines
