@@ -84,8 +84,8 @@ def server() -> Server:
 
 
 def reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`value` as JSON."""
-    return Response(dump(value), status, dict(headers or {}), mimetype="application/json")
+    """`value` as JSON, on a line of its own."""
+    return Response(dump(value) + b"\n", status, dict(headers or {}), mimetype="application/json")
 
 
 def json_body() -> dict[str, Any]:
