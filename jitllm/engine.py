@@ -359,7 +359,6 @@ class Engine:
         pages, applied = self._prospect.container.pages, self._pager.applied()
         all_blocks = self._prospect.container.pages_of("block")
         blocks = [page for page in all_blocks if page in self._pager.cycle]
-        moving = [self._pager.cycle[position] for position in self._pager.arrangement.moving]
         return MemoryReport(
             budget_bytes=applied.budget_bytes,
             automatic=self._automatic,
@@ -372,7 +371,7 @@ class Engine:
             n_resident_blocks=min(len(blocks), applied.n_resident),
             block_bytes=max(pages[page].n_bytes for page in all_blocks),
             page_ins_per_token=applied.page_ins_per_pass,
-            page_in_bytes_per_token=sum(pages[page].n_bytes for page in moving),
+            page_in_bytes_per_token=applied.page_in_bytes_per_pass,
             max_seq=self.max_seq,
             kernels=self.kernels,
             placement=self._placement(),

@@ -198,10 +198,13 @@ class Pager:
         with self._gate.change():
             if self._closed:
                 raise JitllmError(f"{self.container.path} was closed")
-            self._ledger.set_budget("weights", budget_bytes)
+            # the ceiling comes down when what has to go has gone: nobody sees it exceeded
+            self._ledger.set_budget("weights", max(budget_bytes, self.budget_bytes))
             wider = budget_bytes >= self.budget_bytes
             chosen = self._choose(budget_bytes, self.arrangement if wider else None)
-            return self._applied(self._arrange(budget_bytes, chosen))
+            evicted = self._arrange(budget_bytes, chosen)
+            self._ledger.set_budget("weights", budget_bytes)
+            return replace(self._in_force, evicted=evicted)
 
     def set_cycle(self, cycle: Sequence[int]) -> None:
         """Change which pages a pass visits here, between two steps; the others may be elsewhere.
@@ -231,8 +234,8 @@ class Pager:
         return memory
 
     def applied(self) -> Applied:
-        """What the present budget came to."""
-        return self._applied(0)
+        """What the present budget came to; of one piece, whatever is changed meanwhile."""
+        return self._in_force
 
     def close(self) -> None:
         """End the reads under way and let go of all memory. A second call does nothing."""
@@ -300,6 +303,7 @@ class Pager:
             frozenset(own), arrangement.n_moving, arrangement.moving_bytes, self.cycle
         )
         self.budget_bytes, self.arrangement = budget_bytes, arrangement
+        self._in_force = self._applied()
         self.generation += 1
         in_frames = sum(frame.n_bytes for frame in self._frames.frames)
         self._reclaim(in_frames + lookup_bytes(self.container))
@@ -310,7 +314,7 @@ class Pager:
         if self._ledger.used("weights") > budget_bytes:
             gc.collect()
 
-    def _applied(self, evicted: int) -> Applied:
+    def _applied(self) -> Applied:
         now = self.arrangement
         return Applied(
             budget_bytes=self.budget_bytes,
@@ -323,7 +327,7 @@ class Pager:
             n_moving=now.n_moving,
             page_ins_per_pass=now.page_ins_per_pass,
             page_in_bytes_per_pass=sum(self._cycle_bytes[p] for p in now.moving),
-            evicted=evicted,
+            evicted=0,
         )
 
     def _measure(self, compute_s: float) -> None:

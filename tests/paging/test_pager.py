@@ -143,6 +143,38 @@ def test_narrowing_evicts_exactly_the_excess(tmp_path, n_moving):
             assert applied.evicted == before.frames - n_left
 
 
+def test_the_ledger_is_below_its_ceiling_whenever_that_moves(container, monkeypatch):
+    low, *_, high = budgets(container)
+    ledger, exceeded = Ledger(), []
+    set_budget = ledger.set_budget
+
+    def look(line: str, n_bytes: int) -> None:
+        set_budget(line, n_bytes)
+        exceeded.append(ledger.used(line) > n_bytes)
+
+    with Pager(container, high, ledger) as pager:
+        monkeypatch.setattr(ledger, "set_budget", look)
+        for budget in (low, high):
+            run_pass(pager)
+            pager.set_budget(budget)
+            assert ledger.report().lines[0].budget_bytes == budget
+    assert exceeded and not any(exceeded)
+
+
+def test_figures_are_of_one_piece_while_the_cycle_changes(container, monkeypatch):
+    with Pager(container, budgets(container)[1], Ledger()) as pager:
+        before, seen, choose = pager.applied(), [], pager._choose
+
+        def look(*args):
+            seen.append(pager.applied())
+            return choose(*args)
+
+        monkeypatch.setattr(pager, "_choose", look)
+        pager.set_cycle(pager.cycle[:3])
+        assert seen == [before]
+        assert pager.applied().n_pages == 3 < before.n_pages
+
+
 def test_a_new_budget_from_another_thread_waits_for_the_step_and_goes_before_the_next(container):
     low, *_, high = budgets(container)
     with Pager(container, high, Ledger()) as pager:
