@@ -223,6 +223,7 @@ def model_stats(model: Model) -> dict[str, Any]:
         "pager": dataclasses.asdict(stats.counters),
         "ledger": dataclasses.asdict(stats.ledger),
         "blocks_executed": stats.blocks_executed,
+        "steps_compiled": stats.steps_compiled,
         "scheduler": dataclasses.asdict(scheduler),
         "sessions": len(model.sessions.list()),
     }

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -315,72 +314,6 @@ def test_a_client_that_sends_nothing_or_reads_nothing_holds_up_nobody(served):
     wait_for(lambda: served.rows() == (0, 0, 0), seconds=60)
     for connection in (*idle, *half, *deaf):
         connection.close()
-
-
-# All at once
-
-
-PROMPTS = [f"{word} upon a time there was" for word in ("Once", "Twice", "Lily", "Tim")]
-
-
-def ask(served: Served, right: list[str], seed: int, stop: threading.Event) -> int:
-    """Asks until told to stop, and goes away amid one reply of three; how many were answered."""
-    rng, n_answered = random.Random(seed), 0
-    while not stop.is_set():
-        which = rng.randrange(4)
-        if rng.random() < 0.3:
-            body = {"prompt": PROMPTS[which], "max_tokens": 200, "ignore_eos": True}
-            with served.send(body | {"stream": True}) as connection:
-                connection.recv(rng.randrange(1, 2000))
-            continue
-        try:
-            assert served.text(PROMPTS[which], max_tokens=24) == right[which]
-            n_answered += 1
-        except JitllmError as error:
-            assert "requests are waiting already" in str(error)
-    return n_answered
-
-
-def change(served: Served, stop: threading.Event) -> None:
-    """Budgets and moves, until told to stop."""
-    rng = random.Random(0)
-    while not stop.wait(0.05):
-        budget = {"maxmem": rng.choice([SMALL, "600K", LARGE])}
-        served.client.put("/jitllm/models/tiny/budget", budget)
-        # each place has steps of its own to compile: a few, that come again and again
-        places = rng.choice(["*=host", "1-2=cpu:1,*=host", "*=cpu:1"])
-        served.client.put("/jitllm/models/tiny/placement", {"placement": places})
-
-
-def disturb(served: Served, right: list[str], seconds: float) -> int:
-    """Eight clients and a restless administrator; how many replies were right."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(9) as pool:
-        asked = [pool.submit(ask, served, right, seed, stop) for seed in range(8)]
-        changed = pool.submit(change, served, stop)
-        stop.wait(seconds)
-        stop.set()
-        n_answered = sum(future.result(60) for future in asked)
-        changed.result(60)
-    wait_for(lambda: served.rows() == (0, 0, 0))
-    return n_answered
-
-
-def test_answers_stay_right_under_disconnects_budget_changes_and_moves(served):
-    right = [served.text(prompt, max_tokens=24) for prompt in PROMPTS]
-    disturb(served, right, 3)
-    threads, files = served.figures.num_threads(), served.figures.num_fds()
-    rss = served.figures.memory_info().rss
-    n_answered = disturb(served, right, 5)
-    assert n_answered > 8
-    lines = served.stats()["models"]["tiny"]["ledger"]["lines"]
-    assert all(each["used_bytes"] <= (each["budget_bytes"] or 2**63) for each in lines)
-    # pools that had not filled up may have; nothing grows with the requests
-    wait_for(lambda: served.figures.num_fds() <= files + 2)
-    wait_for(lambda: served.figures.num_threads() <= threads + 6)
-    assert served.figures.memory_info().rss < rss + (32 << 20)
-    served.client.put("/jitllm/models/tiny/placement", {"placement": "*=host"})
-    served.client.put("/jitllm/models/tiny/budget", {"maxmem": LARGE})
 
 
 # The end
