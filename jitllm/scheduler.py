@@ -22,7 +22,7 @@ import numpy as np
 from jitllm.errors import JitllmError
 from jitllm.executor import CHUNK_TOKENS
 from jitllm.model.kvcache import SNAPSHOT_TOKENS, capacity
-from jitllm.model.sampler import logprobs, sample
+from jitllm.model.sampler import Logprobs, logprobs, sample
 from jitllm.prefix_cache import PrefixCache, PrefixCacheStats
 from jitllm.rows import ClosedError, QueueFullError, Row
 
@@ -291,7 +291,7 @@ class Scheduler:
         if row.max_tokens == 0:
             self._end(row, "length")
         else:
-            self._draw(row, logits)
+            self._draw([row], [logits])
 
     def _decode(self) -> None:
         """One token of every reply under way."""
@@ -319,25 +319,37 @@ class Scheduler:
         logits = self._engine.decode(sessions, last)
         seconds = time.perf_counter() - begun
         self._n_steps, self._n_step_rows = self._n_steps + 1, self._n_step_rows + len(rows)
-        for row, scores in zip(rows, logits, strict=True):
+        for row in rows:
             figures = row.figures
             figures.decode_s, figures.n_steps = figures.decode_s + seconds, figures.n_steps + 1
             figures.max_rows = max(figures.max_rows, len(rows))
+        self._draw(rows, logits)
+
+    def _draw(self, rows: Sequence[Row], logits: Sequence[np.ndarray]) -> None:
+        """Choose each row's next token, and see whether it is its last.
+
+        First all are chosen, then all are told: who is told wakes a thread, which runs beside the
+        next step, and would here take turns with what numpy does.
+        """
+        drawn = []
+        for row, scores in zip(rows, logits, strict=True):
             try:
-                self._draw(row, scores)
+                drawn.append((row, *_choose(row, scores)))
+            except Exception as error:
+                self._fail([row], error)
+        for row, token, found in drawn:
+            try:
+                self._tell(row, token, found)
             except Exception as error:
                 self._fail([row], error)
 
-    def _draw(self, row: Row, logits: np.ndarray) -> None:
-        """Choose the row's next token, and see whether it is its last."""
-        token = sample(logits, row.params, row.rng, row.history, len(row.ids))
+    def _tell(self, row: Row, token: int, found: Logprobs | None) -> None:
         if token in self._engine.tokenizer.stop_ids and not row.ignore_eos:
             self._end(row, "stop")
             return
         row.history.append(token)
         row.figures.generated_tokens += 1
-        wanted = row.n_logprobs is not None
-        if row.sink.token(token, logprobs(logits, token, row.n_logprobs) if wanted else None):
+        if row.sink.token(token, found):
             self._end(row, "stop")
         elif row.figures.generated_tokens == row.max_tokens or not row.session.room_tokens:
             self._end(row, "length")
@@ -379,6 +391,13 @@ class Scheduler:
         row.figures.after = self._engine.stats()
         seconds = time.perf_counter() - row.submitted_s - row.figures.queue_s
         self._seconds_per_row += 0.2 * (seconds - self._seconds_per_row)
+
+
+def _choose(row: Row, logits: np.ndarray) -> tuple[int, Logprobs | None]:
+    """The row's next token, and how likely it was, where that is wanted."""
+    token = sample(logits, row.params, row.rng, row.history, len(row.ids))
+    wanted = row.n_logprobs is not None
+    return token, logprobs(logits, token, row.n_logprobs) if wanted else None
 
 
 def _snapshot_size(engine: Engine) -> Callable[[int], int]:
