@@ -13,6 +13,8 @@ from jitllm.sampling import SamplingParams
 
 _N_LANES = 64
 _FIRST_GUESS = 256
+_LEAST_TEMP = np.finfo(np.float64).tiny
+"""What is less may be 0 to the processor, which libraries tell to take such numbers for it."""
 
 
 class Logprobs(NamedTuple):
@@ -61,7 +63,7 @@ def sample(
         raise JitllmError(
             f"the model gave {logits[best]} as a logit; its weights are damaged or overflow"
         )
-    if params.temp == 0:
+    if params.temp < _LEAST_TEMP:
         return best
     candidates = Candidates(np.arange(len(logits), dtype=np.int32), logits)
     candidates = apply_top_k(candidates, params.top_k)

@@ -125,7 +125,9 @@ def test_temperature_zero_takes_the_lowest_id_of_the_likeliest():
     assert sample(logits, SamplingParams(temp=0), make_rng(0)) == 1
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temp": 1e-300}])
+@pytest.mark.parametrize(
+    "params", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temp": 1e-300}, {"temp": 5e-324}]
+)
 def test_a_filter_that_leaves_one_token_is_greedy(params):
     assert {sample(EIGHTHS, SamplingParams(**params), make_rng(s)) for s in range(50)} == {3}
 

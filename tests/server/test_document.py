@@ -11,6 +11,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.server.conftest import Served
 from tests.server.fake_engine import FakeEngine
+from tests.server.process import serving, write_model
 
 
 @pytest.fixture
@@ -25,15 +26,28 @@ def schema(make: Callable[..., Served]) -> Any:
 
 def test_whatever_the_document_allows_is_answered_as_it_says(schema) -> None:
     # the figures may be asked for as a stream without end
+    _try_all(schema, 20)
+
+
+def test_a_real_server_answers_whatever_its_document_allows(tmp_path) -> None:
+    flags = "-load", write_model(tmp_path).name, "-id", "tiny"
+    with serving(tmp_path, *flags) as served:
+        _try_all(schemathesis.openapi.from_url(f"http://{served.addr}/openapi.json"), 5)
+        assert served.client.get("/healthz")
+        assert not [line for line in served.said if "ERROR" in line]
+        assert served.terminate() == 0
+
+
+def _try_all(schema: Any, n_examples: int) -> None:
     operations = [o.ok() for o in schema.exclude(path="/jitllm/stats").get_all_operations()]
     assert len(operations) > 20
     for operation in operations:
-        _try(operation)
+        _try(operation, n_examples)
 
 
-def _try(operation: Any) -> None:
+def _try(operation: Any, n_examples: int) -> None:
     @given(case=operation.as_strategy())
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=n_examples, deadline=None, suppress_health_check=list(HealthCheck))
     def answered(case: Any) -> None:
         _check(case)
 
